@@ -1,0 +1,130 @@
+// Global to shared memory: cp.async, the swizzled tile, and the loader that fills a tile with predicated edges.
+#pragma once
+#include "numeric.cuh"
+
+namespace rawops {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies `valid` bytes and fills the rest of BYTES with zeros; nothing past `valid` is read.
+template <int BYTES> __device__ inline void cp_async(uint32_t destination, const void* source, int valid) {
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async moves 4, 8 or 16 bytes");
+    if constexpr (BYTES == 16) {  // .cg passes by the L1, which a tile read once would only pollute
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(destination), "l"(source), "n"(BYTES),
+                     "r"(valid)
+                     : "memory");
+    }
+}
+
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most PENDING of this thread's latest groups are still on their way.
+template <int PENDING> __device__ inline void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// A row-major tile in shared memory whose 16-byte chunks are permuted within each row by XOR with the bit-reversed
+// row index. Bit reversal makes every pattern in use free of bank conflicts: 8 rows of one chunk (ldmatrix), 4 rows
+// of two chunks (32-bit and 64-bit fragments, float2 staging) and 2 rows of four (double2 staging).
+// The base must be aligned to 128 bytes.
+template <class T, int ROWS_, int COLS_> struct SharedTile {
+    static constexpr int ROWS = ROWS_, COLS = COLS_;
+    static constexpr int ROW_BYTES = COLS * int(sizeof(T));
+    static constexpr int CHUNKS = ROW_BYTES / 16;
+    static constexpr int BYTES = ROWS * ROW_BYTES;
+    static_assert(CHUNKS >= 1 && (CHUNKS & (CHUNKS - 1)) == 0, "a row is a power of two of 16-byte chunks");
+
+    static constexpr __device__ int offset(int row, int col) {
+        const int byte = col * int(sizeof(T));
+        const int reversed = (row & 1) << 2 | (row & 2) | (row >> 2 & 1);
+        return row * ROW_BYTES + (byte ^ (reversed & (CHUNKS - 1)) << 4);
+    }
+};
+
+// Fills MN x K tiles of one operand, K-block after K-block. The tile keeps the operand's own order: rows are MN if K
+// is contiguous (kKMajor), else K. ACCESS is the width of one global access in bytes; an access of one element takes
+// any stride on both axes, wider ones need stride 1 along the row.
+// GATE > 0: the tile interleaves two halves of the operand's MN axis, GATE rows of the first, GATE of the second.
+template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GATE = 0> struct OperandLoader {
+    using Tile = SharedTile<T, kKMajor ? MN : K, kKMajor ? K : MN>;
+    static constexpr bool kAsync = ACCESS >= 4;  // cp.async moves no less; 2-byte accesses go through registers
+    static constexpr bool kAnyStride = ACCESS == int(sizeof(T));
+    static constexpr int PIECE = (kAsync ? ACCESS : 4) / int(sizeof(T));  // elements that one step moves
+    static constexpr int PIECES_PER_ROW = Tile::COLS / PIECE;
+    static constexpr int ROWS_PER_STEP = THREADS / PIECES_PER_ROW;
+    static constexpr int STEPS = ceil_div(Tile::ROWS, ROWS_PER_STEP);
+    static_assert(THREADS % PIECES_PER_ROW == 0, "a row must not be split between steps");
+
+    const T* source;         // the tile's origin in the K-block that comes next
+    int64_t row_stride, col_stride, gate_offset;
+    int mn_count;            // operand rows that are left at the tile's origin (of one half, with GATE)
+    int row, col;            // this thread's first piece
+    uint32_t pending[kAsync ? 1 : STEPS];
+
+    __device__ OperandLoader(const void* operand, int64_t mn_stride, int64_t k_stride, int mn_begin, int mn_end,
+                             int k_begin, int64_t gate_offset_, int thread)
+        : source(static_cast<const T*>(operand) + mn_begin * mn_stride + k_begin * k_stride),
+          row_stride(kKMajor ? mn_stride : k_stride),
+          col_stride(!kAnyStride ? 1 : kKMajor ? k_stride : mn_stride),
+          gate_offset(gate_offset_),
+          mn_count(mn_end - mn_begin),
+          row(thread / PIECES_PER_ROW),
+          col(thread % PIECES_PER_ROW * PIECE) {}
+
+    // Starts the copy of the next K-block, of which k_count elements exist, into the tile at `destination`.
+    __device__ void fetch(uint32_t destination, int k_count) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const int r = row + step * ROWS_PER_STEP;
+            if (Tile::ROWS % ROWS_PER_STEP != 0 && r >= Tile::ROWS) break;
+            const int rows_left = (kKMajor ? mn_count : k_count) - (kKMajor ? folded(r) : r);
+            const int cols_left = (kKMajor ? k_count : mn_count) - (kKMajor ? col : folded(col));
+            const int valid = rows_left > 0 ? clamp(cols_left, 0, PIECE) : 0;
+            const T* from = valid > 0 ? source + source_offset(r) : source;
+            if constexpr (kAsync) {
+                cp_async<ACCESS>(destination + Tile::offset(r, col), from, valid * int(sizeof(T)));
+            } else {
+                const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
+                pending[step] = valid > 0 ? bits[0] : 0;
+                if (valid > 1) pending[step] |= uint32_t(bits[col_stride]) << 16;
+            }
+        }
+        source += K * (kKMajor ? col_stride : row_stride);
+    }
+
+    // Completes a fetch that went through registers.
+    __device__ void store(uint32_t destination) const {
+        if constexpr (!kAsync) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const int r = row + step * ROWS_PER_STEP;
+                if (Tile::ROWS % ROWS_PER_STEP != 0 && r >= Tile::ROWS) break;
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(destination + Tile::offset(r, col)), "r"(pending[step])
+                             : "memory");
+            }
+        }
+    }
+
+private:
+    // Index of tile row `mn` within its half.
+    static __device__ int folded(int mn) {
+        if constexpr (GATE == 0) return mn;
+        else return mn / (2 * GATE) * GATE + mn % GATE;
+    }
+    static __device__ bool in_second_half(int mn) {
+        if constexpr (GATE == 0) return false;
+        else return mn / GATE % 2 != 0;
+    }
+    __device__ int64_t source_offset(int r) const {
+        const int mn = kKMajor ? r : col;
+        const int64_t mn_offset = folded(mn) + (in_second_half(mn) ? gate_offset : 0);
+        return kKMajor ? mn_offset * row_stride + col * col_stride : r * row_stride + mn_offset * col_stride;
+    }
+};
+
+}  // namespace rawops

@@ -1,0 +1,141 @@
+// Tensor-core instructions as one atom per type, and the fragments that feed them.
+//
+// Every atom multiplies 16 x K by K x 8. With g = lane / 4 and t = lane % 4, both operands are read in the same
+// order, as MN x K blocks of 8 rows: register 0 is (mn g, k t), 1 is (mn g + 8, k t), 2 is (mn g, k t + K/2) and
+// 3 is (mn g + 8, k t + K/2), where a register of 16-bit values holds k 2t and 2t + 1. That is an A fragment as it
+// stands, and two B fragments: {0, 2} for columns 0..7 and {1, 3} for columns 8..15.
+// The accumulator holds (row g, columns 2t and 2t + 1) in 0 and 1, and row g + 8 in 2 and 3.
+#pragma once
+#include "copy.cuh"
+
+namespace rawops {
+
+template <class T> struct MmaAtom;
+
+template <> struct MmaAtom<__half> {
+    using Register = uint32_t;
+    static constexpr int K = 16;
+    static __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+template <> struct MmaAtom<__nv_bfloat16> {
+    using Register = uint32_t;
+    static constexpr int K = 16;
+    static __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+// float32 values rounded to TF32 (10 bits of mantissa).
+template <> struct MmaAtom<float> {
+    using Register = uint32_t;
+    static constexpr int K = 8;
+    static __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+// Built from 8 x 8 x 4 products, the one float64 shape of sm_80.
+template <> struct MmaAtom<double> {
+    using Register = double;
+    static constexpr int K = 8;
+    static __device__ void multiply(double (&d)[4], const double (&a)[4], double b0, double b1) {
+        multiply_8x8x4(d[0], d[1], a[0], b0);
+        multiply_8x8x4(d[2], d[3], a[1], b0);
+        multiply_8x8x4(d[0], d[1], a[2], b1);
+        multiply_8x8x4(d[2], d[3], a[3], b1);
+    }
+
+private:
+    static __device__ void multiply_8x8x4(double& d0, double& d1, double a, double b) {
+        asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                     : "+d"(d0), "+d"(d1)
+                     : "d"(a), "d"(b));
+    }
+};
+
+// Four 8 x 8 matrices of 16-bit values (or 8 x 4 of 32-bit ones); lane l gives the address of row l % 8 of matrix l / 8.
+template <bool kTranspose> __device__ inline void ldmatrix(uint32_t (&r)[4], uint32_t address) {
+    if constexpr (kTranspose) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(address)
+                     : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(address)
+                     : "memory");
+    }
+}
+
+__device__ inline void load_shared(uint32_t& value, uint32_t address) {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+}
+__device__ inline void load_shared(double& value, uint32_t address) {
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(address) : "memory");
+}
+
+__device__ inline uint32_t round_to_tf32(uint32_t bits) {
+    uint32_t rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
+    return rounded;
+}
+
+// Reads fragments of 16 MN x one atom's K from a tile, for a warp whose part of the tile starts at row mn_begin
+// (a multiple of the part's own power-of-two size).
+template <class T, class Tile, bool kKMajor> struct FragmentReader {
+    using Atom = MmaAtom<T>;
+    using Register = typename Atom::Register;
+    static constexpr bool kLdmatrix = sizeof(T) == 2 || (sizeof(T) == 4 && kKMajor);
+
+    int lane_offset;
+
+    __device__ FragmentReader(int mn_begin, int lane) {
+        if constexpr (kLdmatrix && kKMajor) {  // matrices: mn 0, mn 8, then both half an atom further along K
+            lane_offset = Tile::offset(mn_begin + lane % 16, lane / 16 * (Atom::K / 2));
+        } else if constexpr (kLdmatrix) {
+            lane_offset = Tile::offset(lane % 8 + lane / 16 * 8, mn_begin + lane / 8 % 2 * 8);
+        } else if constexpr (kKMajor) {
+            lane_offset = Tile::offset(mn_begin + lane / 4, lane % 4);
+        } else {
+            lane_offset = Tile::offset(lane % 4, mn_begin + lane / 4);
+        }
+    }
+
+    __device__ void load(Register (&r)[4], uint32_t tile, int mn_step, int k_step) const {
+        if constexpr (kLdmatrix) {
+            ldmatrix<!kKMajor>(r, tile + moved(mn_step * 16, k_step * Atom::K));
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                load_shared(r[i], tile + moved(mn_step * 16 + i % 2 * 8, k_step * Atom::K + i / 2 * (Atom::K / 2)));
+            }
+        }
+        if constexpr (is_same<T, float>) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) r[i] = round_to_tf32(r[i]);
+        }
+    }
+
+private:
+    // The lane's offset, mn and k further on. Tile::offset is linear over XOR and the steps share no bit with the
+    // lane's part, so the chunk moves by XOR and the row by an addition that folds into the instruction.
+    __device__ int moved(int mn, int k) const {
+        const int step = kKMajor ? Tile::offset(mn, k) : Tile::offset(k, mn);
+        return (lane_offset ^ (step & (Tile::ROW_BYTES - 1))) + (step & ~(Tile::ROW_BYTES - 1));
+    }
+};
+
+}  // namespace rawops

@@ -1,0 +1,34 @@
+"""CUDA kernels for Python with no build step: NVRTC compiles them on first use, or an emulator runs them."""
+
+from rawops._runtime.device import emulate
+from rawops._runtime.kernel import Kernel, kernels, precompile, reload
+from rawops.errors import (
+    BarrierError,
+    CompileError,
+    EmulatorError,
+    MemoryFault,
+    RaceError,
+    RawopsError,
+    UninitializedRead,
+    UnsupportedError,
+    UnsupportedPTX,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BarrierError",
+    "CompileError",
+    "EmulatorError",
+    "Kernel",
+    "MemoryFault",
+    "RaceError",
+    "RawopsError",
+    "UninitializedRead",
+    "UnsupportedError",
+    "UnsupportedPTX",
+    "emulate",
+    "kernels",
+    "precompile",
+    "reload",
+]

@@ -1,0 +1,199 @@
+"""Command line: ``python -m rawops info | demo | kernels | compile | bench | cache``; exit codes 0, 1 failed, 2 usage."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import rawops
+from rawops._runtime import cache, compiler, sources
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options, rest = _parser().parse_known_args(argv)
+    if rest and options.command != "bench":
+        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    try:
+        return options.run(options)
+    except rawops.RawopsError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rawops", description=rawops.__doc__)
+    parser.add_argument("--version", action="version", version=f"rawops {rawops.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name, run, help):
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command("info", _info, "what this machine offers, what is missing and how to get it")
+    sub.add_argument("--json", action="store_true")
+    sub = command("demo", _demo, "real kernels on real work: on the GPU, or in the emulator where there is none")
+    sub.add_argument("--real", action="store_true", help="also a feed-forward block of MiniLM-L6 on a sentence")
+    sub.add_argument("--json", action="store_true")
+    for name, run, text in (
+        ("kernels", _kernels, "every kernel instance with registers, shared memory and spills"),
+        ("compile", _compile, "compile every instance into the cache; exit 1 on any error, spill or advisory"),
+    ):
+        sub = command(name, run, text)
+        sub.add_argument("--arch", action="append", help=f"architecture or 'all' = {', '.join(compiler.ARCHS)}")
+        sub.add_argument("--all", action="store_true", help="the whole product of template choices")
+        sub.add_argument("--json", action="store_true")
+    sub = command("bench", _bench, "time an op beside its rivals (needs a checkout with bench/)")
+    sub.add_argument("op")
+    sub = command("cache", _cache, "where compiled kernels are kept, and how many")
+    sub.add_argument("--clear", action="store_true", help="delete them")
+    sub.add_argument("--json", action="store_true")
+    return parser
+
+
+def _table(title: str, columns: list[str], rows: list[list], json_lines: list[dict] | None) -> None:
+    """Print rows as a table, or `json_lines` one a line."""
+    if json_lines is not None:
+        for line in json_lines:
+            print(json.dumps(line))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i and len(columns) > 2 else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    width = None if sys.stdout.isatty() else 140
+    Console(width=width, highlight=False, markup=False).print(table)
+
+
+# --- info -----------------------------------------------------------------------------------------------------------
+
+
+def _info(options) -> int:
+    facts = {"rawops": rawops.__version__, "python": sys.version.split()[0], **_toolchain(), **_gpu()}
+    entries = cache.entries()
+    facts["cache"] = f"{cache.folder()} ({len(entries)} files, {sum(size for _, size in entries) / 1e6:.1f} MB)"
+    facts["cuda sources"] = str(sources.cuda_src())
+    _table("rawops", ["what", "found"], [[k, v] for k, v in facts.items()], [facts] if options.json else None)
+    return 0 if "missing" not in facts["nvrtc"] + facts["headers"] else 1
+
+
+def _toolchain() -> dict[str, str]:
+    facts = {}
+    for name, ask in (
+        ("nvrtc", lambda: ".".join(map(str, compiler.loaded_nvrtc_version()))),
+        ("headers", lambda: str(compiler.include_folder())),
+    ):
+        try:
+            facts[name] = ask()
+        except rawops.UnsupportedError as error:
+            facts[name] = f"missing: {error}"
+    return facts
+
+
+def _gpu() -> dict[str, str]:
+    try:
+        import cupy
+    except ImportError:
+        return {"cupy": f"missing (kernels run in the emulator). {compiler.INSTALL_HINT}"}
+    facts = {"cupy": cupy.__version__}
+    try:
+        facts["driver"] = str(cupy.cuda.runtime.driverGetVersion())
+        for i in range(cupy.cuda.runtime.getDeviceCount()):
+            properties = cupy.cuda.runtime.getDeviceProperties(i)
+            memory = properties["totalGlobalMem"] / 2**30
+            arch = f"sm_{properties['major']}{properties['minor']}"
+            facts[f"gpu {i}"] = f"{properties['name'].decode()}, {arch}, {memory:.0f} GiB"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        facts["gpu"] = f"missing: {error} (kernels run in the emulator)"
+    return facts
+
+
+# --- kernels, compile -----------------------------------------------------------------------------------------------
+
+
+def _archs(options, default: tuple[str, ...]) -> tuple[str, ...]:
+    chosen = options.arch or default
+    return compiler.ARCHS if "all" in chosen else tuple(chosen)
+
+
+def _kernels(options) -> int:
+    archs = _archs(options, ("all",))
+    lines = [
+        {"kernel": info.expression, "source": info.source, "arch": arch, **dataclasses.asdict(resources)}
+        for info in rawops.kernels(archs, options.all)
+        for arch, resources in info.resources.items()
+    ]
+    columns = ["kernel", "arch", "registers", "shared_bytes", "local_bytes", "spill_bytes"]
+    rows = [[line[c] for c in columns] for line in lines]
+    _table(f"{len(lines)} kernel instances", columns, rows, lines if options.json else None)
+    return 0
+
+
+def _compile(options) -> int:
+    archs = _archs(options, ("all",))
+    start = time.perf_counter()
+    lines = []
+    for info in rawops.kernels(archs, options.all):
+        for arch, r in info.resources.items():
+            if r.spill_bytes or r.warnings:
+                lines.append(
+                    {"kernel": info.expression, "arch": arch, "spill_bytes": r.spill_bytes, "advisories": r.warnings}
+                )
+    seconds = time.perf_counter() - start
+    if options.json:
+        print(json.dumps({"archs": archs, "seconds": seconds, "faults": lines}))
+    else:
+        for line in lines:
+            print(f"{line['kernel']} ({line['arch']}): {line['spill_bytes']} B spills {' '.join(line['advisories'])}")
+        state = f"{len(lines)} with spills or advisories" if lines else "no spills"
+        print(f"compiled for {', '.join(archs)} in {seconds:.1f} s: {state}")
+    return 1 if lines else 0
+
+
+# --- demo, bench, cache ---------------------------------------------------------------------------------------------
+
+
+def _demo(options) -> int:
+    from rawops import _demo
+
+    return _demo.run(real=options.real, json=options.json)
+
+
+def _bench(options) -> int:
+    script = Path(rawops.__file__).resolve().parent.parent / "bench" / f"bench_{options.op}.py"
+    if not script.is_file():
+        known = sorted(p.stem.removeprefix("bench_") for p in script.parent.glob("bench_*.py"))
+        print(f"bench: OP must be one of {', '.join(known) or '(no bench folder here)'}, got {options.op!r}", file=sys.stderr)
+        return 2
+    sys.argv = [str(script), *options.rest]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def _cache(options) -> int:
+    removed = cache.clear() if options.clear else 0
+    entries = cache.entries()
+    facts = {
+        "folder": str(cache.folder()),
+        "entries": len(entries),
+        "bytes": sum(size for _, size in entries),
+        "removed": removed,
+    }
+    _table("cache", ["what", "value"], [[k, v] for k, v in facts.items()], [facts] if options.json else None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""What the instructions of one batch of resident blocks see: registers, lanes, memory spaces, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import EmulatorError
+from .lanes import Lanes, pack_warps
+from .parser import Imm, Instruction, Mem, Not, Operand, Program, Reg, Special, Sym
+from .special import special_register
+from .types import DTYPE, PACKED, SINT, SIZE, UINT, is_signed
+
+if TYPE_CHECKING:
+    from .machine import Launch
+    from .spaces import Space
+
+Get = Callable[[Lanes], Any]
+Put = Callable[[Lanes, Any], None]
+
+
+class Context:
+    """State of R resident blocks of T threads (T padded to whole warps), one lane a thread.
+
+    Instructions are bound to a context once and run for many batches of blocks, so they must hold on to
+    nothing but the arrays and objects named here, which stay the same; only their contents change.
+
+    Attributes
+    ----------
+    program, launch
+        The decoded program; the launch (grid, block, options, kernel name, report, arch).
+    R, T, W, L : int
+        Resident blocks, lanes a block, warps a block, lanes in all (R * T).
+    cluster_size : int
+        Blocks in a cluster (1 without clusters). A cluster is resident as a whole and its blocks are
+        neighbours: block b has rank ``b % cluster_size``.
+    block_of, thread_of, lane_of, warp_of : ndarray of intp, shape (L,)
+        Of each lane: its resident block, thread number in the block, lane in the warp, resident warp
+        (block * W + warp).
+    ctaid : ndarray of uint32, shape (3, L)
+        Block coordinates of each lane.
+    alive : ndarray of bool, shape (L,)
+        Lanes that exist and have not exited. `alive_bits` is the same packed by warp, `alive_count` the
+        number of them.
+    shared : SharedSpace
+        Shared memory of all resident blocks, with initialisation and race tracking.
+    races : Races or None
+        Vector clocks; None without check.
+    current : Instruction
+        What is being executed: the machine keeps it up to date for error messages and counters.
+    """
+
+    def __init__(self, launch: Launch, resident: int) -> None:
+        self.launch = launch
+        self.program: Program = launch.program
+        self.cluster_size = launch.cluster_size
+        self.R = resident
+        self.T = -(-launch.threads // 32) * 32
+        self.W = self.T // 32
+        self.L = self.R * self.T
+        lanes = np.arange(self.L)
+        self.block_of = lanes // self.T
+        self.thread_of = lanes % self.T
+        self.lane_of = lanes % 32
+        self.warp_of = lanes // 32
+        self.ctaid = np.zeros((3, self.L), np.uint32)
+        self.alive = np.zeros(self.L, bool)
+        self.alive_bits = np.zeros(self.R * self.W, np.uint32)
+        self.alive_count = 0
+        self.current: Instruction = self.program.instructions[0]
+        self.registers: dict[str, np.ndarray] = {}
+        self._states: dict[str, Any] = {}
+        launch.add_spaces(self)
+
+    # ---- batches -------------------------------------------------------------------------------------
+
+    def start(self, blocks: np.ndarray) -> Lanes:
+        """Take up a new batch: `blocks` are linear block numbers, in whole clusters. Returns all lanes."""
+        count = len(blocks)
+        coordinates = self.launch.block_coordinates(blocks)
+        self.ctaid[:, : count * self.T] = np.repeat(coordinates, self.T, axis=1)
+        self.alive[:] = (self.thread_of < self.launch.threads) & (self.block_of < count)
+        self._count_alive()
+        self._states.clear()
+        for space in self._spaces.values():
+            space.reset()
+        if self.races is not None:
+            self.races.reset()
+        return Lanes(self, np.flatnonzero(self.alive))
+
+    def kill(self, lanes: Lanes) -> None:
+        """The lanes have exited."""
+        self.alive[lanes.index] = False
+        self._count_alive()
+
+    def _count_alive(self) -> None:
+        self.alive_bits[:] = pack_warps(self.alive)
+        self.alive_count = int(np.count_nonzero(self.alive))
+
+    def state(self, key: str, factory: Callable[[], Any]) -> Any:
+        """State of an instruction family for the present batch (cp.async groups, mbarriers, ...).
+
+        Made by `factory` at first use in each batch: ask for it inside `run`, not while binding.
+        """
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = factory()
+        return found
+
+    def set_spaces(self, spaces: dict[str, Space], races: Any) -> None:
+        """Give the context its memory spaces, by PTX name, and the race tracker or None."""
+        self._spaces = spaces
+        self.shared = spaces["shared"]
+        self.races = races
+
+    def space(self, name: str) -> Space:
+        """The memory space: "global", "shared", "shared::cluster", "local", "const", "param", "generic"."""
+        return self._spaces[name]
+
+    # ---- operands ------------------------------------------------------------------------------------
+
+    def register(self, reg: Reg) -> np.ndarray:
+        """The register's bits for every lane: bool for .pred, else an unsigned array of its width."""
+        bits = self.registers.get(reg.name)
+        if bits is None:
+            dtype = np.dtype(bool) if reg.type == "pred" else UINT[SIZE[reg.type]]
+            bits = self.registers[reg.name] = np.zeros(self.L, dtype)
+        return bits
+
+    def whole(self, operand: Operand, ptx_type: str) -> Any:
+        """The operand for all L lanes (a live view of the register) or as a NumPy scalar.
+
+        Packed types give 2 * L elements, the low half of each lane first. A type narrower than the
+        register reads its low bits.
+        """
+        dtype = DTYPE[ptx_type]
+        if isinstance(operand, Reg):
+            bits = self.register(operand)
+            step = bits.itemsize // SIZE[ptx_type]
+            view = bits.view(dtype)
+            return view if step == 1 else view[::step]
+        if isinstance(operand, Imm):
+            return operand.value(ptx_type)
+        if isinstance(operand, Sym):
+            return DTYPE[ptx_type].type(self.address_of(operand))
+        if isinstance(operand, Special):
+            value = special_register(self, operand.name)
+            return value.view(dtype) if isinstance(value, np.ndarray) else dtype.type(value)
+        if isinstance(operand, Not):
+            raise TypeError("a negated predicate has no storage; use reader")
+        raise EmulatorError(f"{self.current.place}: cannot read the operand in: {self.current.text}")
+
+    def reader(self, operand: Operand, ptx_type: str) -> Get:
+        """``get(lanes)``: the operand's values, shape (n,) (2n if packed), or a NumPy scalar if constant.
+
+        Registers give a view where the lanes are contiguous: copy before changing the register.
+        "f16" gives float16, "bf16" its bits as uint16 (see `types.widen`), "pred" bool.
+        """
+        if isinstance(operand, Not):
+            get = self.reader(operand.operand, ptx_type)
+            return lambda lanes: ~get(lanes)
+        if isinstance(operand, Special) and operand.name.startswith(("clock", "globaltimer")):
+            return lambda lanes: self.whole(operand, ptx_type)
+        whole = self.whole(operand, ptx_type)
+        if not isinstance(whole, np.ndarray):
+            return lambda lanes: whole
+        if ptx_type in PACKED:
+            bits = whole.view(np.uint32)
+            return lambda lanes: _take(bits, lanes).view(whole.dtype)
+        return lambda lanes: _take(whole, lanes)
+
+    def writer(self, operand: Operand, ptx_type: str) -> Put:
+        """``put(lanes, values)``: set the register; a narrower type is sign- or zero-extended.
+
+        `values` has shape (n,) (2n if packed) or is a scalar. The sink ``_`` swallows everything.
+        """
+        if not isinstance(operand, Reg):
+            return lambda lanes, values: None
+        bits = self.register(operand)
+        if ptx_type in PACKED:
+            return lambda lanes, values: _put(bits, lanes, values.view(np.uint32))
+        size = SIZE[ptx_type]
+        if size < bits.itemsize and is_signed(ptx_type):
+            bits = bits.view(SINT[bits.itemsize])
+        elif size == bits.itemsize:
+            bits = bits.view(DTYPE[ptx_type])
+        return lambda lanes, values: _put(bits, lanes, values)
+
+    def elementwise(
+        self,
+        fn: Callable[..., Any],
+        destination: Operand,
+        out_type: str,
+        *sources: tuple[Operand, str],
+        finish: Callable[[np.ndarray], Any] | None = None,
+    ) -> Callable[[Lanes], None]:
+        """The closure of a lane-wise instruction: ``destination = fn(*sources)``.
+
+        Parameters
+        ----------
+        fn : callable
+            Takes the source arrays (or scalars) and returns the result. A NumPy ufunc writes straight
+            into the register when all live lanes are on.
+        finish : callable, optional
+            Applied in place to the result, as for canonical NaNs.
+        """
+        put = self.writer(destination, out_type)
+        gets = [self.reader(*source) for source in sources]
+        plain = isinstance(fn, np.ufunc) and isinstance(destination, Reg)
+        constant = all(not isinstance(source[0], (Reg, Special, Not)) for source in sources)
+        direct = plain and not constant and self.register(destination).itemsize == SIZE[out_type]
+        if direct and not any(isinstance(source[0], (Not, Special)) for source in sources):
+            out = self.register(destination).view(DTYPE[out_type])
+            whole = [self.whole(*source) for source in sources]
+        else:
+            direct = False
+
+        def run(lanes: Lanes) -> None:
+            if direct and lanes.full:
+                fn(*whole, out=out)
+                if finish is not None:
+                    finish(out)
+                return
+            result = fn(*[get(lanes) for get in gets])
+            if finish is not None:
+                result = np.atleast_1d(result)
+                finish(result)
+            put(lanes, result)
+
+        return run
+
+    # ---- addresses -----------------------------------------------------------------------------------
+
+    def address_of(self, sym: Sym) -> int:
+        """The address of a variable, in its own space (what `mov` of its name gives)."""
+        return self.launch.address_of(sym.name) + sym.offset
+
+    def address(self, mem: Mem) -> Get:
+        """``get(lanes)``: the addresses of a ``[base + offset]`` operand, shape (n,), uint64."""
+        offset = np.uint64(mem.offset & 0xFFFFFFFFFFFFFFFF)
+        if isinstance(mem.base, Reg):
+            width = SIZE[mem.base.type] * 8
+            get = self.reader(mem.base, f"u{width}")
+            if width == 64:
+                return (lambda lanes: get(lanes) + offset) if mem.offset else get
+            signed = np.int64(mem.offset)
+            return lambda lanes: (get(lanes).astype(np.int64) + signed).view(np.uint64)
+        base = mem.base.value("u64") if isinstance(mem.base, Imm) else np.uint64(self.address_of(mem.base))
+        constant = np.uint64((int(base) + mem.offset) & 0xFFFFFFFFFFFFFFFF)
+        return lambda lanes: np.full(lanes.n, constant)
+
+    # ---- messages ------------------------------------------------------------------------------------
+
+    def who(self, lane: int) -> str:
+        """A lane as "block (0, 1, 0), thread (3, 0, 0)"."""
+        return f"block {self.block_name(lane)}, thread {self.launch.thread_name(int(self.thread_of[lane]))}"
+
+    def block_name(self, lane: int) -> str:
+        """The coordinates of a lane's block, as a tuple in text."""
+        return str(tuple(int(c) for c in self.ctaid[:, lane]))
+
+    def error(
+        self, kind: type[EmulatorError], message: str, lane: int | None = None, ins: Instruction | None = None
+    ) -> EmulatorError:
+        """An error that names kernel, source line, instruction and, with `lane`, block and thread.
+
+        Raise what it returns.
+        """
+        ins = ins or self.current
+        who = "" if lane is None else f", {self.who(int(lane))}"
+        return kind(f"{self.launch.kernel_name}, {ins.place}{who}: {message}\n    {ins.text}")
+
+
+def _take(values: np.ndarray, lanes: Lanes) -> np.ndarray:
+    index = lanes.index
+    return values[index] if isinstance(index, slice) else values.take(index)
+
+
+def _put(target: np.ndarray, lanes: Lanes, values: Any) -> None:
+    target[lanes.index] = values

@@ -1,0 +1,132 @@
+"""Groups of lanes that stand at one instruction, and what an instruction returns to make them wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .context import Context
+
+_LANE_BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
+
+
+class Lanes:
+    """The lanes that execute an instruction together, in ascending order.
+
+    A lane is one thread of one resident block: lane ``block * T + thread``, T padded to whole warps.
+
+    Attributes
+    ----------
+    ids : ndarray of intp, shape (n,)
+        The lanes.
+    index : slice or ndarray
+        The same as an index into per-lane arrays: a slice where the lanes are contiguous.
+    full : bool
+        True if these are all the live lanes. Register arithmetic may then run on whole arrays (what it
+        leaves in dead lanes is never looked at); memory accesses must still use `ids`.
+    """
+
+    def __init__(self, ctx: Context, ids: np.ndarray) -> None:
+        self._ctx = ctx
+        self.ids = ids
+        self.n = n = len(ids)
+        self.full = n == ctx.alive_count
+        first, last = (int(ids[0]), int(ids[-1]) + 1) if n else (0, 0)
+        self.index: slice | np.ndarray = slice(first, last) if last - first == n else ids
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        """Shape (L,) bool: which lanes are in the group."""
+        mask = np.zeros(self._ctx.L, bool)
+        mask[self.index] = True
+        return mask
+
+    @cached_property
+    def warp_bits(self) -> np.ndarray:
+        """Shape (R * W,) uint32: for each resident warp, the bit mask of its lanes in the group."""
+        return pack_warps(self.mask)
+
+    @cached_property
+    def warps(self) -> np.ndarray:
+        """The resident warps (block * W + warp) with at least one lane here, ascending."""
+        if self.full and self.n == self._ctx.L:
+            return np.arange(self._ctx.L // 32)
+        return np.flatnonzero(self.warp_bits)
+
+    @cached_property
+    def blocks(self) -> np.ndarray:
+        """The resident blocks with at least one lane here, ascending."""
+        return np.unique(self.warps // self._ctx.W)
+
+    @cached_property
+    def whole_warps(self) -> bool:
+        """Whether every live lane of every warp touched is here."""
+        if self.full:
+            return True
+        bits = self.warp_bits
+        return bool(((bits == 0) | (bits == self._ctx.alive_bits)).all())
+
+    @cached_property
+    def whole_groups(self) -> bool:
+        """Whether every live lane of every warpgroup (4 warps) touched is here."""
+        if self.full:
+            return True
+        if not self.whole_warps or self._ctx.W % 4:
+            return False
+        touched = (self.warp_bits != 0).reshape(-1, 4)
+        live = (self._ctx.alive_bits != 0).reshape(-1, 4)
+        return bool((~touched.any(1) | (touched == live).all(1)).all())
+
+    def select(self, keep: np.ndarray) -> Lanes:
+        """The lanes where `keep` (shape (n,), bool) is true; the group itself if that is all of them."""
+        return self if keep.all() else Lanes(self._ctx, self.ids[keep])
+
+    def merge(self, other: Lanes) -> Lanes:
+        """The union of two disjoint groups."""
+        ids = np.concatenate((self.ids, other.ids))
+        ids.sort()
+        return Lanes(self._ctx, ids)
+
+    def without(self, other: Lanes) -> Lanes:
+        """The lanes of this group that are not in `other`."""
+        return self.select(~other.mask[self.index])
+
+
+@dataclass(slots=True)
+class Wait:
+    """Returned by an instruction's `run`: these lanes may not go on yet.
+
+    Lanes of the call that are not in `lanes` go on at once. The waiting ones are looked at again when
+    nothing else in the batch can run, and continue at the *next* instruction when `ready` says so.
+
+    Attributes
+    ----------
+    lanes : Lanes
+        Who waits.
+    ready : callable
+        ``ready(lanes) -> bool array (n,)``: which of them may go on now. It may also act (land data).
+    why : callable
+        ``why(lanes) -> str`` for the deadlock report, as in "bar.sync 1 (64 of 128 threads arrived)".
+    resume : callable, optional
+        ``resume(lanes)``, run once for the lanes that go on: write results, acquire clocks.
+    """
+
+    lanes: Lanes
+    ready: Callable[[Lanes], np.ndarray]
+    why: Callable[[Lanes], str]
+    resume: Callable[[Lanes], None] | None = None
+
+
+def pack_warps(mask: np.ndarray) -> np.ndarray:
+    """A bool per lane as one uint32 per warp, lane 0 in bit 0."""
+    return np.packbits(mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).ravel()
+
+
+def unpack_warps(bits: np.ndarray) -> np.ndarray:
+    """The inverse of `pack_warps`: shape (n_warps, 32), bool."""
+    return (bits[:, None] & _LANE_BIT) != 0

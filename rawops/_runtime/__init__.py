@@ -1,0 +1,1 @@
+"""From a ``.cu`` file to a launch: sources, NVRTC, cache, devices, arrays and argument checks."""

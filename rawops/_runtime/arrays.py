@@ -1,0 +1,142 @@
+"""What comes in and what goes out: CuPy, anything with DLPack or the CUDA array interface, NumPy under emulation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from rawops._runtime import device as devices
+from rawops._runtime.checks import fail
+
+
+def take(function: str, **named) -> tuple[list, Callable]:
+    """Turn the arguments of an op into CuPy arrays (or NumPy arrays under emulation) without copying.
+
+    Parameters
+    ----------
+    function : str
+        The op's name, for messages.
+    **named
+        Arrays by argument name; None stays None.
+
+    Returns
+    -------
+    list
+        The arrays in the order given.
+    callable
+        Turns a result into the kind of the first array; an ``out`` that was given comes back as the same object.
+    """
+    cupy = sys.modules.get("cupy")
+    native = cupy.ndarray if cupy is not None else None
+    values, first = [], None
+    for name, x in named.items():
+        if x is not None:
+            if first is None:
+                first = x
+            if type(x) is not native:
+                x = _convert(function, name, x)
+        values.append(x)
+    if first is None or type(first) is native or isinstance(first, np.ndarray):
+        return values, _same
+    return values, _exporter(first, named.get("out"), values)
+
+
+def device_of(function: str, **named) -> devices.Device:
+    """Return the device that all the given arrays are on; None arguments are left out."""
+    found = first = None
+    for name, x in named.items():
+        if x is None:
+            continue
+        device = devices.emulated() if isinstance(x, np.ndarray) else devices.cuda(x.data.device_id)
+        if found is None:
+            found, first = device, name
+        elif device is not found:
+            fail(ValueError, function, name, f"be on the same device as {first} ({found})", str(device))
+    return found
+
+
+def overlap(x, y) -> bool:
+    """Tell whether the byte ranges of two arrays of one device intersect."""
+    (low_x, high_x), (low_y, high_y) = byte_bounds(x), byte_bounds(y)
+    return low_x < high_y and low_y < high_x
+
+
+def byte_bounds(x) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array and of the one past its last, whatever its strides."""
+    if x.size == 0:
+        return 0, 0
+    start = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+    low = high = start
+    for extent, stride in zip(x.shape, x.strides, strict=True):
+        if stride < 0:
+            low += (extent - 1) * stride
+        else:
+            high += (extent - 1) * stride
+    return low, high + x.dtype.itemsize
+
+
+def _same(x):
+    return x
+
+
+def _convert(function: str, name: str, x):
+    if isinstance(x, np.ndarray):
+        if devices.emulated() is not None:
+            return x
+        cupy_or_raise(function)
+        fail(
+            TypeError,
+            function,
+            name,
+            "be a GPU array",
+            "a NumPy array",
+            "Move it with cupy.asarray(...), or run it in the emulator inside rawops.emulate().",
+        )
+    if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
+        cupy = cupy_or_raise(function)
+        if isinstance(x, cupy.ndarray):
+            return x
+        try:
+            return cupy.asarray(x) if not hasattr(x, "__dlpack__") else cupy.from_dlpack(x)
+        except Exception as error:
+            message = f"{type(x).__module__}.{type(x).__qualname__} ({error})"
+            fail(TypeError, function, name, "be a GPU array that CuPy can view", message)
+    hint = "Pass a CuPy array, or anything with __dlpack__ or __cuda_array_interface__."
+    return fail(TypeError, function, name, "be a GPU array", type(x).__name__, hint)
+
+
+def cupy_or_raise(function: str):
+    """Return CuPy, or raise the one ImportError that says how to get it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f'{function}: GPU arrays need CuPy: pip install "rawops[cu13]" (CUDA 13 driver) or "rawops[cu12]"; '
+            "without a GPU, pass NumPy arrays inside rawops.emulate()"
+        ) from error
+    return cupy
+
+
+def _exporter(first, out, values: list) -> Callable:
+    """Return a function that gives CuPy results back as arrays of the library that `first` came from."""
+    module = sys.modules[type(first).__module__.split(".")[0]]
+    converted_out = values[-1] if out is not None else None
+
+    def give(x):
+        if x is converted_out and out is not None:
+            return out
+        if hasattr(module, "from_dlpack"):
+            return module.from_dlpack(x)
+        if module.__name__ in ("jax", "jaxlib"):
+            from jax import dlpack
+
+            return dlpack.from_dlpack(x)
+        if module.__name__ == "numba":
+            from numba import cuda
+
+            return cuda.as_cuda_array(x)
+        return x
+
+    return give

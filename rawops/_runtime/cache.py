@@ -1,0 +1,100 @@
+"""The disk cache of compiled kernels: one checked file an entry, and never a reason to fail."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import secrets
+import struct
+import warnings
+from pathlib import Path
+
+from rawops import config
+
+_MAGIC = b"rawops-kernel-1\n"
+_HEAD = struct.Struct("<32sQ")  # sha256 of what follows it, bytes of the JSON part
+_SUFFIX = ".kernel"
+
+
+@functools.cache
+def folder() -> Path | None:
+    """Return the folder of the cache, or None when the machine offers no place for one."""
+    if config.current().cache_dir:
+        return config.current().cache_dir
+    import platformdirs
+
+    try:
+        return Path(platformdirs.user_cache_dir("rawops", appauthor=False))
+    except (RuntimeError, OSError, KeyError):
+        return None
+
+
+def load(key: str) -> tuple[dict, list[bytes]] | None:
+    """Return an entry's metadata and blobs, or None where it is missing, truncated or damaged."""
+    base = folder()
+    if base is None:
+        return None
+    try:
+        raw = (base / (key + _SUFFIX)).read_bytes()
+        start = len(_MAGIC) + _HEAD.size
+        checksum, length = _HEAD.unpack(raw[len(_MAGIC) : start])
+        if raw[: len(_MAGIC)] != _MAGIC or hashlib.sha256(raw[start:]).digest() != checksum:
+            return None
+        meta = json.loads(raw[start : start + length])
+        blobs, at = [], start + length
+        for size in meta["blobs"]:
+            blobs.append(raw[at : at + size])
+            at += size
+        return (meta, blobs) if meta["key"] == key else None
+    except (OSError, struct.error, ValueError, KeyError):
+        return None
+
+
+def store(key: str, meta: dict, blobs: list[bytes]) -> None:
+    """Write an entry; a folder that cannot be written costs one warning a process and nothing else."""
+    base = folder()
+    if base is None:
+        _warn_once("no user cache folder was found")
+        return
+    head = json.dumps({**meta, "key": key, "blobs": [len(b) for b in blobs]}).encode()
+    body = b"".join([head, *blobs])
+    data = _MAGIC + _HEAD.pack(hashlib.sha256(body).digest(), len(head)) + body
+    staged = base / f".{key[:16]}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        staged.write_bytes(data)
+        os.replace(staged, base / (key + _SUFFIX))
+    except OSError as error:
+        _warn_once(f"{base}: {error.strerror or error}")
+        try:
+            staged.unlink(missing_ok=True)
+        except OSError:
+            pass
+
+
+def entries() -> list[tuple[Path, int]]:
+    """Return the path and size of every entry and of files that an interrupted process left behind."""
+    base = folder()
+    if base is None or not base.is_dir():
+        return []
+    found = [*base.glob("*" + _SUFFIX), *base.glob(".*.tmp")]
+    return [(path, path.stat().st_size) for path in sorted(found) if path.exists()]
+
+
+def clear() -> int:
+    """Delete every entry and return how many there were."""
+    found = entries()
+    for path, _ in found:
+        path.unlink(missing_ok=True)
+    return len(found)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"rawops: compiled kernels are not kept between processes ({reason}); set RAWOPS_CACHE_DIR to a writable folder",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,58 @@
+"""Argument checks of every op, and the one form their messages have."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+
+import numpy as np
+
+from rawops._runtime import dtypes
+
+
+def fail(kind: type[Exception], function: str, argument: str, rule: str, got, hint: str = "") -> None:
+    """Raise `kind` as ``<function>: <argument> must <rule>, got <value>. <what to do>``."""
+    text = f"{function}: {argument} must {rule}, got {got}"
+    raise kind(f"{text}. {hint}" if hint else text)
+
+
+def dtype(function: str, argument: str, x, allowed: Sequence[str], hint: str = "") -> str:
+    """Return the dtype name of array `x`, which must be one of `allowed`."""
+    name = dtypes.name(x.dtype)
+    if name not in allowed:
+        fail(TypeError, function, argument, f"have dtype {_either(allowed)}", name, hint)
+    return name
+
+
+def shape(function: str, argument: str, x, expected: tuple, hint: str = "") -> None:
+    """Raise unless array `x` has exactly the shape `expected`."""
+    if tuple(x.shape) != tuple(expected):
+        fail(ValueError, function, argument, f"have shape {tuple(expected)}", tuple(x.shape), hint)
+
+
+def choice(function: str, argument: str, value, allowed: Sequence, hint: str = ""):
+    """Return `value`, which must be one of `allowed`."""
+    if value not in allowed:
+        fail(ValueError, function, argument, f"be {_either([repr(a) for a in allowed])}", repr(value), hint)
+    return value
+
+
+def int_range(function: str, argument: str, value, low: int, high: int, hint: str = "") -> int:
+    """Return `value` as an int in ``low..high``."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        fail(TypeError, function, argument, "be an integer", f"{value!r} ({type(value).__name__})", hint)
+    if not low <= value <= high:
+        fail(ValueError, function, argument, f"be between {low} and {high}", int(value), hint)
+    return int(value)
+
+
+def number(function: str, argument: str, value) -> float:
+    """Return a Python or NumPy real scalar as a float."""
+    if not isinstance(value, numbers.Real) or isinstance(value, np.ndarray):
+        fail(TypeError, function, argument, "be a real number", f"{value!r} ({type(value).__name__})")
+    return float(value)
+
+
+def _either(names: Sequence[str]) -> str:
+    names = [str(n) for n in names]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

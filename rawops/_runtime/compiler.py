@@ -1,0 +1,288 @@
+"""NVRTC: one kernel instance in, cubin, PTX, signature and resource report out, with a disk cache between."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import threading
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rawops._runtime import cache, sources
+from rawops.errors import CompileError, UnsupportedError
+
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+_OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
+_SIGNATURE = "rawops_kernel_signature"
+
+# The translation unit includes the real file and names one instance. The kernel's parameter types are written into a
+# device constant, from where the compiler's output tells Python what to pack: kind, bytes (16 bits) and alignment.
+_UNIT = """#include "{name}"
+namespace rawops_signature {{
+template <class T> struct kind {{ enum {{ value = 's' }}; }};
+template <class T> struct kind<T*> {{ enum {{ value = 'p' }}; }};
+#define RAWOPS_KIND(c, ...) template <> struct kind<__VA_ARGS__> {{ enum {{ value = c }}; }};
+RAWOPS_KIND('b', bool) RAWOPS_KIND('f', float) RAWOPS_KIND('f', double)
+RAWOPS_KIND('i', signed char) RAWOPS_KIND('i', char) RAWOPS_KIND('i', short) RAWOPS_KIND('i', int)
+RAWOPS_KIND('i', long) RAWOPS_KIND('i', long long)
+RAWOPS_KIND('u', unsigned char) RAWOPS_KIND('u', unsigned short) RAWOPS_KIND('u', unsigned int)
+RAWOPS_KIND('u', unsigned long) RAWOPS_KIND('u', unsigned long long)
+#undef RAWOPS_KIND
+struct entry {{ unsigned char kind, low, high, align; }};
+template <class F> struct list;
+template <class... A> struct list<void (*)(A...)> {{
+  entry entries[sizeof...(A) + 1] = {{
+      {{kind<A>::value, sizeof(A) & 255, sizeof(A) >> 8, alignof(A)}}..., {{0, 0, 0, 0}}}};
+}};
+}}
+extern "C" __device__ const rawops_signature::list<decltype(&{expression})> {signature} = {{}};
+"""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One kernel parameter: kind is p(ointer), i(nt), u(nsigned), f(loat), b(ool) or s(truct)."""
+
+    kind: str
+    size: int
+    align: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports for a kernel: registers a thread, static shared memory, stack and spills in bytes."""
+
+    registers: int
+    shared_bytes: int
+    local_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One instance compiled for one architecture."""
+
+    expression: str
+    arch: str
+    digest: str
+    lowered: str
+    parameters: tuple[Parameter, ...]
+    resources: Resources
+    cubin: bytes
+    ptx_zipped: bytes
+    from_cache: bool = False
+
+    @property
+    def ptx(self) -> str:
+        """Return the PTX text, which the emulator runs."""
+        return zlib.decompress(self.ptx_zipped).decode()
+
+
+def compile_instance(source: sources.Source, expression: str, options: tuple[str, ...], arch: str) -> Compiled:
+    """Return one kernel instance, from the disk cache or from NVRTC.
+
+    Raises
+    ------
+    CompileError
+        With the first error, its source lines and the whole log in ``.log``.
+    UnsupportedError
+        Where NVRTC or the CUDA headers are missing, or NVRTC does not know `arch`.
+    """
+    texts = source.closure()
+    digest = sources.digest(texts)
+    key = cache_key(digest, expression, options, arch)
+    with _lock_of(key):
+        kept = _from_cache(key, expression, arch, digest)
+        if kept is not None:
+            return kept
+        compiled = _compile(source, texts, digest, expression, options, arch)
+        meta = {
+            "lowered": compiled.lowered,
+            "parameters": [[p.kind, p.size, p.align] for p in compiled.parameters],
+            "resources": asdict(compiled.resources),
+            "expression": expression,
+            "arch": arch,
+        }
+        cache.store(key, meta, [compiled.cubin, compiled.ptx_zipped])
+        return compiled
+
+
+def cache_key(digest: str, expression: str, options: tuple[str, ...], arch: str) -> str:
+    """Return the cache key of an instance: everything that decides the compiler's output, and no path."""
+    version = ".".join(map(str, nvrtc_version()))
+    unit = hashlib.sha256(_UNIT.encode()).hexdigest()
+    parts = (arch, *_OPTIONS, *options, version, unit, digest, expression)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+_locks: dict[str, threading.Lock] = {}
+
+
+def _lock_of(key: str) -> threading.Lock:
+    return _locks.setdefault(key, threading.Lock())
+
+
+def _from_cache(key: str, expression: str, arch: str, digest: str) -> Compiled | None:
+    entry = cache.load(key)
+    if entry is None:
+        return None
+    meta, (cubin, ptx_zipped) = entry
+    resources = meta["resources"]
+    return Compiled(
+        expression,
+        arch,
+        digest,
+        meta["lowered"],
+        tuple(Parameter(*p) for p in meta["parameters"]),
+        Resources(**{**resources, "warnings": tuple(resources["warnings"])}),
+        cubin,
+        ptx_zipped,
+        from_cache=True,
+    )
+
+
+# --- the toolchain --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def include_folder() -> Path:
+    """Return the folder of ``cuda_fp16.h``, found by cuda.pathfinder."""
+    try:
+        from cuda import pathfinder
+
+        found = pathfinder.find_nvidia_header_directory("cudart")
+    except ImportError:
+        found = None
+    if not found:
+        raise UnsupportedError(f"rawops: the CUDA headers were not found. {INSTALL_HINT}")
+    return Path(found)
+
+
+INSTALL_HINT = 'Install with pip install "rawops[cu13]" (or cu12; rawops[cpu] to compile and emulate alone)'
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """Return NVRTC's version without loading it where a file name tells, since loading costs tens of milliseconds."""
+    root = include_folder().parent
+    names = set()
+    for folder in (root / "lib", root / "lib64", root / "bin", root.parent / "cuda_nvrtc" / "lib"):
+        for path in folder.glob("*nvrtc-builtins*"):
+            match = re.search(r"\.so\.(\d+)\.(\d+)$|64_(\d+)(\d)\.dll$", path.name)
+            if match:
+                names.add(tuple(int(g) for g in match.groups() if g))
+    if len(names) == 1:
+        return names.pop()
+    return loaded_nvrtc_version()
+
+
+def loaded_nvrtc_version() -> tuple[int, int]:
+    """Load NVRTC and return the version it says it is."""
+    return _check(_nvrtc().nvrtcVersion())
+
+
+def _nvrtc():
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # loads the library, which is a package of its own
+    except (ImportError, RuntimeError) as error:
+        raise UnsupportedError(f"rawops: NVRTC was not found ({error}). {INSTALL_HINT}") from error
+    return nvrtc
+
+
+def _check(result: tuple):
+    status, *values = result
+    if int(status) != 0:
+        raise CompileError(f"NVRTC: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+# --- one compilation ------------------------------------------------------------------------------------------------
+
+
+def _compile(source, texts, digest, expression, options, arch) -> Compiled:
+    nvrtc = _nvrtc()
+    name = Path(source.path).name
+    unit = _UNIT.format(name=name, expression=expression, signature=_SIGNATURE)
+    names = [n.encode() for n in texts]
+    program = _check(
+        nvrtc.nvrtcCreateProgram(
+            unit.encode(), b"rawops_unit.cu", len(texts), [t.encode() for t in texts.values()], names
+        )
+    )
+    try:
+        _check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
+        arguments = [f"-arch={arch}", *_OPTIONS, f"-I{include_folder()}", *options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [a.encode() for a in arguments])
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
+        if int(status) != 0:
+            raise _error_of(log, source, texts, f"{expression} for {arch}")
+        lowered = _check(nvrtc.nvrtcGetLoweredName(program, expression.encode())).decode()
+        ptx = _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0")
+        cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return Compiled(
+        expression,
+        arch,
+        digest,
+        lowered,
+        _parameters(ptx.decode()),
+        parse_resources(log, lowered),
+        cubin,
+        zlib.compress(ptx, 1),
+    )
+
+
+def _text(size_of, fill, program) -> bytes:
+    data = bytes(_check(size_of(program)))  # cuda.bindings fills the bytes object in place; this one is ours alone
+    _check(fill(program, data))
+    return data
+
+
+def _parameters(ptx: str) -> tuple[Parameter, ...]:
+    match = re.search(rf"\b{_SIGNATURE}\[\d+\]\s*=\s*\{{([^}}]*)\}}", ptx)
+    raw = [int(v) for v in match.group(1).split(",")] if match else []  # trailing zeros are left out
+    rows = [raw[i : i + 4] for i in range(0, len(raw) - 3, 4)]
+    return tuple(Parameter(chr(kind), low | high << 8, align) for kind, low, high, align in rows if kind)
+
+
+def parse_resources(log: str, lowered: str) -> Resources:
+    """Read a kernel's resources out of an NVRTC log made with ``--ptxas-options=-v``."""
+    registers = shared = local = spills = 0
+    current = ""
+    for line in log.splitlines():
+        if match := re.search(r"(?:entry function '|Function properties for )([^' ]+)", line):
+            current = match.group(1)
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            stack, stores, loads = map(int, match.groups())
+            if current == lowered:
+                local = stack
+                spills += stores + loads
+        elif current == lowered and (match := re.search(r"Used (\d+) registers", line)):
+            registers = int(match.group(1))
+            smem = re.search(r"(\d+) bytes smem", line)
+            shared = int(smem.group(1)) if smem else 0
+    advisories = tuple(line.strip() for line in log.splitlines() if re.search(r"\(C75\d\d\)", line))
+    return Resources(registers, shared, local, spills, advisories)
+
+
+def _error_of(log: str, source: sources.Source, texts: dict[str, str], instance: str) -> Exception:
+    if "invalid value for --gpu-architecture" in log:
+        found = ".".join(map(str, nvrtc_version()))
+        return UnsupportedError(f"rawops: NVRTC {found} does not know the architecture of {instance}; install a newer one")
+    match = re.search(r"^(.+?)\((\d+)\): (?:catastrophic )?error\b.*", log, re.MULTILINE)
+    lines = [f"{instance} does not compile"]
+    if match:
+        name, number = match.group(1), int(match.group(2))
+        is_file = source.text is None and name == Path(source.path).name
+        lines.append(match.group(0) + (f" (in {source.path})" if is_file else ""))
+        text = texts.get(name, "").splitlines()
+        lines += [f"  {i:5d} | {text[i - 1]}" for i in range(max(number - 1, 1), min(number + 1, len(text)) + 1)]
+    else:
+        lines += [line for line in log.splitlines() if line.strip()][:3]
+    return CompileError("\n".join(lines), log=log, instance=instance)

@@ -1,0 +1,302 @@
+"""Where a launch goes: a CUDA device, or the emulator in its place."""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import functools
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+
+from rawops import _emulator, config
+from rawops._runtime import compiler
+from rawops._runtime.checks import fail
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DEFAULT_SHARED = 48 * 1024
+_FORMATS = {"p": {8: "Q"}, "b": {1: "?"}, "f": {4: "f", 8: "d"}}
+_FORMATS["i"] = {1: "b", 2: "h", 4: "i", 8: "q"}
+_FORMATS["u"] = {size: code.upper() for size, code in _FORMATS["i"].items()}
+
+
+def arch_name(capability: int) -> str:
+    """Return NVRTC's name of a compute capability, with the architecture's own instructions where it has some."""
+    return f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+
+
+class Layout:
+    """Packs kernel arguments into one buffer, at the offsets that the compiler gave the parameters."""
+
+    def __init__(self, parameters: tuple[compiler.Parameter, ...]) -> None:
+        offset, code, self.offsets = 0, "<", []
+        for p in parameters:
+            start = -(-offset // p.align) * p.align
+            code += f"{start - offset}x" + (_FORMATS[p.kind][p.size] if p.kind != "s" else f"{p.size}s")
+            self.offsets.append(start)
+            offset = start + p.size
+        self.struct = struct.Struct(code)
+        self.size = offset
+        self._local = threading.local()
+
+    def pack(self, values: tuple) -> int:
+        """Pack `values` into this thread's buffer and return the address of the array of pointers to them."""
+        try:
+            buffer, table = self._local.buffer, self._local.table
+        except AttributeError:
+            buffer, table = self._new_buffer()
+        self.struct.pack_into(buffer, 0, *values)
+        return table
+
+    def _new_buffer(self):
+        buffer = ctypes.create_string_buffer(max(self.size, 1))
+        start = ctypes.addressof(buffer)
+        pointers = (ctypes.c_void_p * max(len(self.offsets), 1))(*[start + o for o in self.offsets])
+        self._local.buffer, self._local.keep = buffer, pointers
+        self._local.table = ctypes.addressof(pointers)
+        return buffer, self._local.table
+
+
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+class CudaDevice:
+    """One GPU, seen through CuPy."""
+
+    is_emulated = False
+
+    def __init__(self, ordinal: int) -> None:
+        from cupy.cuda import driver, get_current_stream, runtime
+
+        self.ordinal, self.functions = ordinal, {}
+        self._runtime, self._driver, self._stream = runtime, driver, get_current_stream
+        attribute = functools.partial(runtime.deviceGetAttribute, device=ordinal)
+        self.capability = 10 * attribute(75) + attribute(76)  # cudaDevAttrComputeCapabilityMajor, Minor
+        self.sm_count = attribute(16)  # cudaDevAttrMultiProcessorCount
+        self.max_shared_bytes = attribute(97)  # cudaDevAttrMaxSharedMemoryPerBlockOptin
+        self.arch = arch_name(self.capability)
+
+    def __repr__(self) -> str:
+        return f"CUDA device {self.ordinal}"
+
+    def pointer(self, x) -> int:
+        """Return the address of an array's first element, 0 for None and for an empty array."""
+        return x.data.ptr if x is not None and x.size else 0
+
+    def empty(self, shape, dtype):
+        """Allocate an array from CuPy's pool on this device."""
+        import cupy
+
+        if self._runtime.getDevice() == self.ordinal:
+            return cupy.empty(shape, dtype)
+        with cupy.cuda.Device(self.ordinal):
+            return cupy.empty(shape, dtype)
+
+    def load(self, compiled: compiler.Compiled) -> CudaFunction:
+        """Load a compiled instance on this device."""
+        return CudaFunction(self, compiled)
+
+    def launch(self, function: int, grid, block, shared_bytes: int, table: int) -> None:
+        """Launch on CuPy's current stream of this device; the current device stays what it was."""
+        runtime = self._runtime
+        current = runtime.getDevice()
+        if current != self.ordinal:
+            runtime.setDevice(self.ordinal)
+        try:
+            self._driver.launchKernel(function, *grid, *block, shared_bytes, self._stream().ptr, table, 0)
+        finally:
+            if current != self.ordinal:
+                runtime.setDevice(current)
+
+
+class CudaFunction:
+    """A kernel instance loaded on one GPU."""
+
+    def __init__(self, device: CudaDevice, compiled: compiler.Compiled) -> None:
+        import cupy
+
+        self.device, self.compiled, self.layout = device, compiled, Layout(compiled.parameters)
+        self._shared_limit = _DEFAULT_SHARED - compiled.resources.shared_bytes
+        with cupy.cuda.Device(device.ordinal), _capture_allowed():
+            self._module = cupy.cuda.Module()
+            self._module.load(compiled.cubin)
+            self._function = self._module.get_function(compiled.lowered)
+        self._pointer = self._function.ptr
+
+    def __call__(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+        """Launch with values in parameter order: ints, floats, and bytes for structs."""
+        if shared_bytes > self._shared_limit:
+            self._opt_in(shared_bytes)
+        self.device.launch(self._pointer, grid, block, shared_bytes, self.layout.pack(values))
+
+    def _opt_in(self, shared_bytes: int) -> None:
+        check_shared(self.device, self.compiled, shared_bytes)
+        self.device._driver.funcSetAttribute(self._pointer, _MAX_DYNAMIC_SHARED, shared_bytes)
+        self._shared_limit = shared_bytes
+
+
+def check_shared(device, compiled: compiler.Compiled, shared_bytes: int) -> None:
+    """Raise ValueError where a block would want more shared memory than the device has."""
+    limit = device.max_shared_bytes - compiled.resources.shared_bytes
+    if shared_bytes > limit:
+        rule = f"be at most {limit} bytes on {device} ({device.arch})"
+        fail(ValueError, compiled.expression, "shared_mem", rule, shared_bytes, "Use a smaller tile.")
+
+
+class _capture_allowed:
+    """Let modules load while a stream of this thread is being captured: loading is not part of the graph."""
+
+    def __enter__(self):
+        from cupy.cuda import get_current_stream
+
+        self._previous = None
+        if get_current_stream().is_capturing:
+            from cuda.bindings import runtime
+
+            self._runtime = runtime
+            mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+            _, self._previous = runtime.cudaThreadExchangeStreamCaptureMode(mode)
+
+    def __exit__(self, *error):
+        if self._previous is not None:
+            self._runtime.cudaThreadExchangeStreamCaptureMode(self._previous)
+
+
+@functools.cache
+def cuda(ordinal: int) -> CudaDevice:
+    """Return the CUDA device with this number."""
+    return CudaDevice(ordinal)
+
+
+# --- the emulator ---------------------------------------------------------------------------------------------------
+
+# What the emulator stands in for: SM count and shared memory a block of a card of each capability.
+_CARDS = {80: (108, 166912), 86: (84, 101376), 89: (142, 101376), 90: (132, 232448)}
+
+
+class EmulatedDevice:
+    """The emulator in the place of a GPU: NumPy arrays are its memory."""
+
+    is_emulated = True
+
+    def __init__(self, arch: str, **options) -> None:
+        self.capability = int("".join(c for c in arch if c.isdigit()) or 0)
+        if self.capability not in _CARDS or arch != arch_name(self.capability):
+            names = " or ".join(arch_name(c) for c in _CARDS)
+            fail(ValueError, "emulate", "arch", f"be {names}", repr(arch))
+        self.arch = arch
+        self.sm_count, self.max_shared_bytes = _CARDS[self.capability]
+        self.memory = _emulator.GlobalMemory()
+        self.functions: dict = {}
+        self.report: list = []
+        self.options = options
+
+    def __repr__(self) -> str:
+        return f"emulated {self.arch}"
+
+    def pointer(self, x) -> int:
+        """Return the emulated address of an array's first element, 0 for None and for an empty array."""
+        return self.memory.map(x) if x is not None and x.size else 0
+
+    def empty(self, shape, dtype):
+        """Allocate an array full of 0xff bytes, which are NaN in every float type."""
+        x = np.empty(shape, dtype)
+        if x.size:
+            x.reshape(-1).view(np.uint8).fill(0xFF)
+        return x
+
+    def load(self, compiled: compiler.Compiled) -> EmulatedFunction:
+        """Decode a compiled instance."""
+        return EmulatedFunction(self, compiled)
+
+
+class EmulatedFunction:
+    """A kernel instance that the emulator runs."""
+
+    def __init__(self, device: EmulatedDevice, compiled: compiler.Compiled) -> None:
+        self.device, self.compiled, self.layout = device, compiled, Layout(compiled.parameters)
+        self.program = _emulator.Program.parse(compiled.ptx, compiled.lowered)
+
+    def __call__(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+        """Run with values in parameter order: ints, floats, and bytes for structs."""
+        check_shared(self.device, self.compiled, shared_bytes)
+        report = _emulator.emulate_launch(
+            self.program,
+            tuple(grid),
+            tuple(block),
+            self.layout.struct.pack(*values),
+            memory=self.device.memory,
+            shared_bytes=shared_bytes,
+            kernel_name=self.compiled.expression,
+            **self.device.options,
+        )
+        self.device.report.append(report)
+
+
+Device = Any  # CudaDevice or EmulatedDevice: the same attributes and methods
+
+_active: contextvars.ContextVar[EmulatedDevice | None] = contextvars.ContextVar("rawops_emulator", default=None)
+
+
+class emulate:
+    """Run kernels on NumPy arrays in the emulator instead of a GPU.
+
+    Parameters
+    ----------
+    arch : str
+        The architecture to stand in for: "sm_80" (default, or ``RAWOPS_EMULATE_ARCH``), "sm_86", "sm_89" or "sm_90a".
+    check : bool
+        Raise on races, uninitialised shared memory and bad barriers too, and fill the report; out-of-bounds and
+        misaligned accesses always raise.
+    completion : {"late", "early", "random"}
+        When asynchronous copies and matrix products land: as late as the program allows, at once, or late with the
+        order of the warps permuted by `seed`. A right kernel gives the same bits in all three.
+    seed : int
+        For ``completion="random"``.
+
+    Attributes
+    ----------
+    report : list of LaunchReport
+        One entry a launch, in order.
+
+    Examples
+    --------
+    >>> with rawops.emulate(arch="sm_80") as emu:          # doctest: +SKIP
+    ...     d = rawops.gemm(a, b)                          # NumPy arrays
+    >>> print(emu.report[0])                               # doctest: +SKIP
+    """
+
+    def __init__(
+        self, arch: str | None = None, *, check: bool = True, completion: str = "late", seed: int = 0
+    ) -> None:
+        if completion not in ("late", "early", "random"):
+            fail(ValueError, "emulate", "completion", "be 'late', 'early' or 'random'", repr(completion))
+        arch = arch or config.current().emulate_arch
+        self.device = EmulatedDevice(arch, check=check, completion=completion, seed=seed)
+        self._tokens: list = []
+
+    @property
+    def report(self) -> list:
+        return self.device.report
+
+    def __enter__(self) -> emulate:
+        self._tokens.append(_active.set(self.device))
+        return self
+
+    def __exit__(self, *error) -> None:
+        _active.reset(self._tokens.pop())
+
+
+@functools.cache
+def _default_emulator() -> EmulatedDevice:
+    return emulate().device
+
+
+def emulated() -> EmulatedDevice | None:
+    """Return the emulator that is active here, if one is."""
+    device = _active.get()
+    if device is None and config.current().emulate:
+        return _default_emulator()
+    return device

@@ -1,0 +1,461 @@
+"""Declare, instantiate, launch and reload kernels."""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from rawops._runtime import arrays, compiler, dtypes, sources
+from rawops._runtime import device as devices
+from rawops._runtime.checks import fail
+from rawops.errors import CompileError, UnsupportedError
+
+
+class ParamStruct:
+    """A by-value kernel parameter: the Python mirror of a C++ struct with natural alignment.
+
+    Parameters
+    ----------
+    name : str
+        The C++ name, for messages.
+    **fields
+        Type by field name in C++ order: "pointer", "int32", "int64", "float32", "float64" or "tensormap".
+    """
+
+    _TYPES = {"pointer": "u8", "int32": "i4", "int64": "i8", "float32": "f4", "float64": "f8"}
+    _CODES = {"pointer": "Q", "int32": "i", "int64": "q", "float32": "f", "float64": "d", "tensormap": "128s"}
+
+    def __init__(self, name: str, **fields: str) -> None:
+        import struct
+
+        code, offset, widest = "<", 0, 1
+        for kind in fields.values():
+            size, align = (128, 64) if kind == "tensormap" else (int(self._TYPES[kind][1:]),) * 2
+            padding = -offset % align
+            code += f"{padding}x" * bool(padding) + self._CODES[kind]
+            offset, widest = offset + padding + size, max(widest, align)
+        self.name, self.fields = name, tuple(fields)
+        self.size = offset + -offset % widest
+        self.pack = struct.Struct(code + f"{self.size - offset}x").pack
+
+
+class Instance:
+    """One kernel instance: a source, a name expression and options, compiled for any number of architectures."""
+
+    _all: weakref.WeakSet = weakref.WeakSet()
+
+    def __init__(
+        self, source: sources.Source, expression: str, options: tuple = (), struct_size: int | None = None
+    ) -> None:
+        self.source, self.expression, self.options = source, expression, tuple(options)
+        self.struct_size = struct_size
+        self.compiled: dict[str, compiler.Compiled] = {}
+        self.generation = 0
+        Instance._all.add(self)
+
+    def compile(self, arch: str) -> compiler.Compiled:
+        """Return the instance compiled for `arch`, from memory, disk or NVRTC."""
+        if arch not in self.compiled:
+            self.compiled[arch] = self._fresh(arch)
+        return self.compiled[arch]
+
+    def recompile(self, arch: str) -> compiler.Compiled:
+        """Compile the source as it is now; on failure the last good result stays in place."""
+        self.compiled[arch] = self._fresh(arch)
+        return self.compiled[arch]
+
+    def _fresh(self, arch: str) -> compiler.Compiled:
+        compiled = compiler.compile_instance(self.source, self.expression, self.options, arch)
+        structs = [p.size for p in compiled.parameters if p.kind == "s"]
+        if self.struct_size is not None and self.struct_size not in structs:
+            raise CompileError(
+                f"{self.expression}: the parameter struct has {structs} bytes in C++ and {self.struct_size} in Python"
+            )
+        return compiled
+
+    def on(self, device: devices.Device) -> Function:
+        """Return the instance loaded on a device."""
+        if self not in device.functions:
+            device.functions[self] = Function(self, device)
+        return device.functions[self]
+
+
+class Function:
+    """An instance on a device: what a plan keeps and launches."""
+
+    def __init__(self, instance: Instance, device: devices.Device) -> None:
+        self.instance, self.device = instance, device
+        self.generation = instance.generation
+        self._loaded = device.load(instance.compile(device.arch))
+
+    def launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+        """Launch with values in C++ parameter order: ints for pointers, numbers, bytes for structs."""
+        if self.generation != self.instance.generation:
+            self._refresh()
+        self._loaded(grid, block, values, shared_bytes)
+
+    @property
+    def compiled(self) -> compiler.Compiled:
+        return self._loaded.compiled
+
+    def _refresh(self) -> None:
+        """Take an edited source into use; a failure is raised once and the last good kernel stays."""
+        self.generation = self.instance.generation
+        arch = self.device.arch
+        current = self.instance.compiled.get(arch)
+        if current is None or current is self._loaded.compiled:
+            current = self.instance.recompile(arch)
+        self._loaded = self.device.load(current)
+
+
+class KernelSpec:
+    """A kernel of the library: where it is, what its template takes, on which architectures it exists.
+
+    Parameters
+    ----------
+    source : str
+        File name in ``cuda_src``.
+    entry : str
+        Qualified name of the kernel template.
+    template : tuple of str
+        Names of the template parameters in C++ order.
+    choices : dict
+        Allowed values by name: dtype names become C++ types, bools and ints stay what they are.
+    smoke : iterable of dict
+        The instances that matter: compiled by the tests on every architecture.
+    min_arch, max_arch : int, optional
+        First and last compute capability (80, 90, ...) the kernel exists for.
+    params : ParamStruct, optional
+        The struct that the kernel takes by value; its size is compared with the compiler's.
+    """
+
+    registry: list[KernelSpec] = []
+
+    def __init__(
+        self,
+        *,
+        source: str,
+        entry: str,
+        template: tuple[str, ...],
+        choices: dict[str, tuple],
+        smoke: Iterable[dict],
+        min_arch: int = 80,
+        max_arch: int | None = None,
+        params: ParamStruct | None = None,
+    ) -> None:
+        self.source, self.entry, self.template, self.choices = source, entry, template, choices
+        self.smoke, self.min_arch, self.max_arch, self.params = tuple(smoke), min_arch, max_arch, params
+        self._instances: dict[tuple, Instance] = {}
+        KernelSpec.registry.append(self)
+
+    def instance(self, **choices) -> Instance:
+        """Return the instance with these template values."""
+        key = tuple(choices.get(name) for name in self.template)
+        if key not in self._instances:
+            for name, value in zip(self.template, key, strict=True):
+                if value not in self.choices[name]:
+                    allowed = ", ".join(map(repr, self.choices[name]))
+                    fail(ValueError, self.entry, name, f"be one of {allowed}", repr(value))
+            expression = f"{self.entry}<{', '.join(map(_cpp_value, key))}>" if key else self.entry
+            size = self.params.size if self.params else None
+            self._instances[key] = Instance(sources.library_source(self.source), expression, (), size)
+        return self._instances[key]
+
+    def kernel(self, device: devices.Device, **choices) -> Function:
+        """Return an instance compiled and loaded on a device."""
+        if not self.exists_on(device.capability):
+            need = f"sm_{self.min_arch}" + (f" to sm_{self.max_arch}" if self.max_arch else " or newer")
+            raise UnsupportedError(f"{self.entry}: needs {need}, found {device.arch} ({device})")
+        return self.instance(**choices).on(device)
+
+    def exists_on(self, capability: int) -> bool:
+        """Tell whether the kernel exists for a compute capability."""
+        return self.min_arch <= capability <= (self.max_arch or 1000)
+
+    def instances(self, every: bool = False) -> list[Instance]:
+        """Return the smoke instances, or the whole product of choices."""
+        if not every:
+            return [self.instance(**values) for values in self.smoke]
+        product = itertools.product(*(self.choices[name] for name in self.template))
+        return [self.instance(**dict(zip(self.template, values, strict=True))) for values in product]
+
+
+def _cpp_value(value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return dtypes.cpp(value) if dtypes.is_dtype(value) else str(value)
+
+
+class Kernel:
+    """A CUDA kernel of one's own: compiled by NVRTC on first launch, reloaded on demand.
+
+    Parameters
+    ----------
+    source : str or Path
+        A ``.cu`` file, or CUDA C++ text.
+    expression : str
+        The kernel to launch, with its template arguments: "saxpy<float>".
+    options : sequence of str
+        Further NVRTC options, such as ``-DN=4``.
+
+    Notes
+    -----
+    Arguments are converted by the kernel's own parameter types: a Python number becomes the declared C++ type and
+    must fit it; a pointer takes an array (its first element; strides are the kernel's business) or an integer
+    address; a struct by value takes a size-one structured NumPy array or bytes of exactly its size. A 0-d GPU array
+    given for a number is read on the host, which synchronises. Nothing else does, and launches can be captured in a
+    CUDA graph.
+
+    Examples
+    --------
+    >>> k = rawops.Kernel("saxpy.cu", "saxpy<float>")            # doctest: +SKIP
+    >>> k((blocks,), (256,), (x, y, n))                          # doctest: +SKIP
+    """
+
+    def __init__(self, source, expression: str, options: Iterable[str] = ()) -> None:
+        self._instance = Instance(sources.user_source(source), expression, tuple(options))
+        self._arch: str | None = None
+
+    def __call__(self, grid, block, args=(), shared_mem: int = 0) -> None:
+        """Launch on CuPy's current stream of the arrays' device, or run in the emulator on NumPy arrays.
+
+        Parameters
+        ----------
+        grid, block : int or tuple of int
+            Blocks in the grid, threads in a block; up to three numbers.
+        args : tuple
+            Kernel arguments in order.
+        shared_mem : int
+            Dynamic shared memory in bytes; above 48 KiB it is opted in.
+        """
+        grid, block = self._extents("grid", grid), self._extents("block", block)
+        device = self._device(args)
+        function = self._instance.on(device)
+        self._arch = device.arch
+        function.launch(grid, block, self._values(device, function.compiled.parameters, args), shared_mem)
+
+    def compile(self, arch: str) -> compiler.Compiled:
+        """Compile for an architecture ("sm_90a") without launching and return the result."""
+        self._arch = arch
+        return self._instance.compile(arch)
+
+    @property
+    def resources(self) -> compiler.Resources:
+        """Registers, shared, local and spill bytes on the architecture compiled or launched last."""
+        if self._arch is None:
+            device = devices.emulated() or devices.cuda(_current_ordinal(self._instance.expression))
+            self._arch = device.arch
+        return self.compile(self._arch).resources
+
+    def _extents(self, name: str, value) -> tuple[int, int, int]:
+        values = (value,) if isinstance(value, numbers.Integral) else tuple(value)
+        limits = (2**31 - 1, 65535, 65535) if name == "grid" else (1024, 1024, 64)
+        if not 1 <= len(values) <= 3 or any(not 1 <= v <= m for v, m in zip(values, limits, strict=False)):
+            fail(ValueError, self._instance.expression, name, f"be 1 to 3 numbers from 1 to {limits}", value)
+        values = tuple(int(v) for v in values) + (1,) * (3 - len(values))
+        if name == "block" and values[0] * values[1] * values[2] > 1024:
+            fail(ValueError, self._instance.expression, name, "have at most 1024 threads", value)
+        return values
+
+    def _device(self, args) -> devices.Device:
+        # a structured NumPy array is a by-value struct, not memory of a device
+        named = {f"args[{i}]": a for i, a in enumerate(args) if _is_array(a)}
+        taken, _ = arrays.take(self._instance.expression, **named)
+        if taken:
+            return arrays.device_of(self._instance.expression, **dict(zip(named, taken, strict=True)))
+        return devices.emulated() or devices.cuda(_current_ordinal(self._instance.expression))
+
+    def _values(self, device, parameters, args) -> tuple:
+        name = self._instance.expression
+        if len(args) != len(parameters):
+            fail(TypeError, name, "args", f"have {len(parameters)} entries", len(args))
+        return tuple(
+            _value(device, name, i, p, arg) for i, (p, arg) in enumerate(zip(parameters, args, strict=True))
+        )
+
+
+def _current_ordinal(function: str) -> int:
+    return arrays.cupy_or_raise(function).cuda.runtime.getDevice()
+
+
+def _is_array(x) -> bool:
+    if isinstance(x, np.ndarray):
+        return x.dtype.fields is None and x.dtype.kind != "V" and x.ndim > 0
+    return hasattr(x, "__cuda_array_interface__") or hasattr(x, "__dlpack__") and not isinstance(x, np.generic)
+
+
+def _value(device, kernel: str, index: int, parameter: compiler.Parameter, arg):
+    """Convert one argument of a user's kernel to what `Layout.pack` takes."""
+    name, kind, size = f"args[{index}]", parameter.kind, parameter.size
+    if kind == "p":
+        if _is_array(arg):
+            (x,), _ = arrays.take(kernel, **{name: arg})
+            return device.pointer(x)
+        if isinstance(arg, numbers.Integral) and arg >= 0:
+            return int(arg)
+        fail(TypeError, kernel, name, "be an array or an address (the parameter is a pointer)", repr(arg))
+    if kind == "s":
+        data = bytes(arg) if isinstance(arg, (bytes, bytearray)) else getattr(arg, "tobytes", lambda: b"")()
+        if len(data) != size:
+            rule = f"be bytes or a size-one NumPy array of {size} bytes (the parameter is a struct)"
+            fail(TypeError, kernel, name, rule, f"{type(arg).__name__} of {len(data)} bytes")
+        return data
+    if _is_array(arg) or isinstance(arg, np.ndarray):
+        if getattr(arg, "size", 0) != 1 or arg.ndim:
+            fail(TypeError, kernel, name, "be a number (the parameter is a scalar)", type(arg).__name__)
+        arg = arg.item()
+    if isinstance(arg, np.bool_):
+        arg = bool(arg)
+    if not isinstance(arg, numbers.Real):
+        fail(TypeError, kernel, name, "be a number (the parameter is a scalar)", repr(arg))
+    if kind == "f":
+        return float(np.float32(arg)) if size == 4 else float(arg)
+    if arg != int(arg):
+        fail(TypeError, kernel, name, "be an integer (the parameter is one)", repr(arg))
+    low, high = (-(2 ** (8 * size - 1)), 2 ** (8 * size - 1) - 1) if kind == "i" else (0, 2 ** (8 * size) - 1)
+    if kind != "b" and not low <= arg <= high:
+        fail(ValueError, kernel, name, f"fit the parameter ({8 * size} bits, {low} to {high})", int(arg))
+    return bool(arg) if kind == "b" else int(arg)
+
+
+# --- reload, catalogue ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    """A kernel whose source changed; `before` and `after` are `Resources`, `error` the reason there is no `after`."""
+
+    kernel: str
+    arch: str
+    before: compiler.Resources
+    after: compiler.Resources | None = None
+    error: CompileError | None = None
+
+    def __str__(self) -> str:
+        def line(r):
+            return f"{r.registers} registers, {r.shared_bytes} B shared, {r.spill_bytes} B spills"
+
+        if self.error:
+            return f"{self.kernel} ({self.arch}): kept at {line(self.before)}; {self.error}"
+        after = f" -> {line(self.after)}" if self.after else ", compiles at the next launch"
+        return f"{self.kernel} ({self.arch}): {line(self.before)}{after}"
+
+
+def reload(compile: bool = False) -> list[Reloaded]:
+    """Take edited kernel sources into use.
+
+    Every kernel compiled so far whose source, or a header it includes, has changed on disk is compiled anew at its
+    next launch, or at once with ``compile=True``. A source that does not compile raises CompileError once, at that
+    launch (with ``compile=True``: in ``error`` of the entry, nothing is raised), and the last good kernel stays in
+    use. Plans pick the new kernel up by themselves.
+
+    Returns
+    -------
+    list of Reloaded
+        One entry a changed kernel and architecture, with resources before and, if compiled, after.
+    """
+    digests: dict[sources.Source, str] = {}
+    changed = []
+    for instance in sorted(Instance._all, key=lambda i: i.expression):
+        if not instance.compiled or instance.source.text is not None:
+            continue
+        if instance.source not in digests:
+            digests[instance.source] = sources.digest(instance.source.closure())
+        stale = [a for a, c in instance.compiled.items() if c.digest != digests[instance.source]]
+        if stale:
+            instance.generation += 1
+            changed += [_reload_one(instance, arch, compile) for arch in stale]
+    return changed
+
+
+def _reload_one(instance: Instance, arch: str, compile: bool) -> Reloaded:
+    before, after, error = instance.compiled[arch].resources, None, None
+    if compile:
+        try:
+            after = instance.recompile(arch).resources
+        except CompileError as failure:
+            error = failure
+    return Reloaded(instance.expression, arch, before, after, error)
+
+
+@dataclass(frozen=True)
+class KernelInfo:
+    """One entry of `rawops.kernels`."""
+
+    source: str
+    expression: str
+    choices: dict
+    resources: dict  # arch -> Resources
+
+
+def kernels(archs: Iterable[str] = (), every: bool = False) -> list[KernelInfo]:
+    """List the library's kernel instances with the choices of their template.
+
+    Parameters
+    ----------
+    archs : iterable of str
+        Compile each instance for these architectures ("sm_90a") to have its resources; without, those compiled so
+        far in this process are listed.
+    every : bool
+        The whole product of choices instead of the instances that matter.
+    """
+    archs = tuple(archs)
+    jobs = [(spec, instance) for spec in KernelSpec.registry for instance in spec.instances(every)]
+    work = [(i, a) for spec, i in jobs for a in archs if spec.exists_on(_capability(a))]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(lambda job: job[0].compile(job[1]), work):
+            pass
+    return [
+        KernelInfo(
+            spec.source,
+            instance.expression,
+            spec.choices,
+            {a: c.resources for a, c in sorted(instance.compiled.items()) if not archs or a in archs},
+        )
+        for spec, instance in jobs
+    ]
+
+
+def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progress: bool = True) -> int:
+    """Compile the kernels that matter into the disk cache, so that no later call waits for NVRTC.
+
+    Parameters
+    ----------
+    arch : str, optional
+        Architecture ("sm_90a"); the current device's, or the active emulator's, when left out.
+    ops : iterable of str, optional
+        Source name prefixes ("gemm", "lora"); everything when left out.
+    progress : bool
+        Show a progress bar.
+
+    Returns
+    -------
+    int
+        How many instances are ready.
+    """
+    if arch is None:
+        arch = (devices.emulated() or devices.cuda(_current_ordinal("precompile"))).arch
+    ops = tuple(ops) if ops is not None else ("",)
+    jobs = [
+        instance
+        for spec in KernelSpec.registry
+        if spec.source.startswith(ops) and spec.exists_on(_capability(arch))
+        for instance in spec.instances()
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        done = pool.map(lambda instance: instance.compile(arch), jobs)
+        if progress:
+            from rich.progress import track
+
+            done = track(done, description=f"compiling for {arch}", total=len(jobs))
+        return sum(1 for _ in done)
+
+
+def _capability(arch: str) -> int:
+    return int("".join(c for c in arch if c.isdigit()) or 0)

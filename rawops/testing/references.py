@@ -1,0 +1,101 @@
+"""What the ops should answer, in float64 NumPy, written from their contracts and nothing else.
+
+Arguments are NumPy arrays of any dtype, taken as the values they hold: a float16 input is its exact value. Results are
+float64 and not rounded. Memory that the contract calls unread is not read here either.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def relu(x: np.ndarray) -> np.ndarray:
+    """max(x, 0), and NaN for NaN."""
+    return np.maximum(x, 0.0)
+
+
+# The next three are 0 in float64 long before -1e4: the cut changes no value and spares -inf the product inf * 0.
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """x times the normal distribution function of x."""
+    x = np.maximum(x, -1e4)
+    return 0.5 * x * _erfc(-x / math.sqrt(2.0))
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """The tanh approximation of `gelu`."""
+    x = np.maximum(x, -1e4)
+    near = np.minimum(x, 1e4)  # keeps the cube finite where tanh is 1 anyway
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (near + 0.044715 * near**3)))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """x times the logistic function of x."""
+    x = np.maximum(x, -1e4)
+    small = np.exp(-np.abs(x))  # of a negative number only: no overflow at either end
+    return x * np.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+def swiglu(x: np.ndarray) -> np.ndarray:
+    """silu of the first half of the last axis times the second half."""
+    half = x.shape[-1] // 2
+    return silu(x[..., :half]) * x[..., half:]
+
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": relu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "silu": silu,
+    "swiglu": swiglu,
+}
+
+
+def gemm(
+    a, b, c=None, *, alpha: float = 1.0, beta: float = 0.0, bias=None, residual=None, activation: str | None = None
+) -> np.ndarray:
+    """activation(alpha * (a @ b) + beta * c + bias) + residual.
+
+    Parameters
+    ----------
+    a, b : array
+        (..., M, K) and (..., K, N); batch axes broadcast. Not read when `alpha` is 0.
+    c : array, optional
+        Broadcasts to (..., M, N). Not read when `beta` is 0.
+    bias : array, optional
+        (N,).
+    residual : array, optional
+        Of the result's shape.
+    """
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    total = np.zeros((*batch, a.shape[-2], b.shape[-1]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        if alpha != 0:
+            total += alpha * (_exact(a) @ _exact(b))
+        if beta != 0:
+            total += beta * _exact(c)
+        if bias is not None:
+            total += _exact(bias)
+        result = ACTIVATIONS[activation](total)
+        return result if residual is None else result + _exact(residual)
+
+
+def lora_linear(x, c, a, b, *, scaling: float = 1.0, bias=None, activation: str | None = None) -> np.ndarray:
+    """activation(x @ c + scaling * (x @ a) @ b + bias), x (M, K), c (K, N), a (K, r), b (r, N)."""
+    return gemm(gemm(x, a), b, gemm(x, c), alpha=scaling, beta=1.0, bias=bias, activation=activation)
+
+
+def gemm_magnitude(a, b) -> np.ndarray:
+    """|a| @ |b|: what the rounding errors of a @ b are in proportion to, however much cancels."""
+    return np.abs(_exact(a)) @ np.abs(_exact(b))
+
+
+def _exact(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+

@@ -1,0 +1,85 @@
+"""Where the tests run: the `device` fixture, the `gpu` marker and the line that says what was left for the GPU."""
+
+import numpy as np
+import pytest
+
+import rawops
+from rawops.testing import has_gpu
+
+NO_GPU = "needs a GPU"
+GUARD = 256  # entries on either side of a guarded array; a multiple of every vector width, so it keeps the alignment
+
+
+class Device:
+    """Where a test's arrays live: the GPU through CuPy, or the emulator with NumPy arrays.
+
+    Attributes
+    ----------
+    xp : module
+        cupy or numpy.
+    is_emulated : bool
+        Pick smaller shapes when it is set.
+    """
+
+    def __init__(self, xp) -> None:
+        self.xp = xp
+        self.is_emulated = xp is np
+        self._guarded = []
+
+    def put(self, array: np.ndarray):
+        """A host array, on the device. Take views of the result: strides do not travel."""
+        return self.xp.asarray(array)
+
+    def get(self, array) -> np.ndarray:
+        """A device array, on the host."""
+        return array if self.is_emulated else self.xp.asnumpy(array)
+
+    def guarded(self, shape: tuple[int, ...], dtype):
+        """An output array full of NaN, between guard bands that are checked when the test ends."""
+        size = int(np.prod(shape))
+        pattern = np.full(size + 2 * GUARD, np.nan).astype(dtype)
+        pattern[:GUARD] = pattern[GUARD + size :] = 77
+        whole = self.put(pattern)
+        self._guarded.append((whole, size))
+        return whole[GUARD : GUARD + size].reshape(shape)
+
+    def check_guards(self) -> None:
+        for whole, size in self._guarded:
+            host = self.get(whole)
+            assert (host[:GUARD] == 77).all(), "the kernel wrote before its output"
+            assert (host[GUARD + size :] == 77).all(), "the kernel wrote past its output"
+
+
+@pytest.fixture
+def device():
+    """The GPU where there is one, else the emulator with all its checks on."""
+    if has_gpu():
+        import cupy
+
+        found = Device(cupy)
+        yield found
+    else:
+        found = Device(np)
+        with rawops.emulate(check=True):
+            yield found
+    found.check_guards()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20240613)
+
+
+def pytest_collection_modifyitems(items) -> None:
+    if not has_gpu():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    left = [report for report in terminalreporter.stats.get("skipped", []) if NO_GPU in str(report.longrepr)]
+    if has_gpu():
+        terminalreporter.write_line("kernels ran on the GPU")
+    else:
+        terminalreporter.write_line(f"kernels ran in the emulator; {len(left)} tests left for a GPU")
