@@ -1,7 +1,8 @@
 """CUDA kernels for Python with no build step: NVRTC compiles them on first use, or an emulator runs them."""
 
+from rawops._runtime.custom import Kernel
 from rawops._runtime.device import emulate
-from rawops._runtime.kernel import Kernel, kernels, precompile, reload
+from rawops._runtime.kernel import kernels, precompile, reload
 from rawops.errors import (
     BarrierError,
     CompileError,

@@ -1,4 +1,4 @@
-"""Command line: ``python -m rawops info | demo | kernels | compile | bench | cache``; exit codes 0, 1 failed, 2 usage."""
+"""Command line: ``python -m rawops info | demo | kernels | compile | bench | cache``; exits 0, 1 failed, 2 usage."""
 
 from __future__ import annotations
 
@@ -174,7 +174,10 @@ def _bench(options) -> int:
     script = Path(rawops.__file__).resolve().parent.parent / "bench" / f"bench_{options.op}.py"
     if not script.is_file():
         known = sorted(p.stem.removeprefix("bench_") for p in script.parent.glob("bench_*.py"))
-        print(f"bench: OP must be one of {', '.join(known) or '(no bench folder here)'}, got {options.op!r}", file=sys.stderr)
+        print(
+            f"bench: OP must be one of {', '.join(known) or '(no bench folder here)'}, got {options.op!r}",
+            file=sys.stderr,
+        )
         return 2
     sys.argv = [str(script), *options.rest]
     sys.path.insert(0, str(script.parent))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,9 +28,6 @@ WINDOWS = {
     "global": 0,
 }
 
-Update = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
 class Space:
     """A memory space of one context.
 
@@ -46,34 +43,33 @@ class Space:
     def reset(self) -> None:
         """Forget the last batch."""
 
-    def load(self, addresses: np.ndarray, size: int, owners: np.ndarray) -> np.ndarray:
+    def load(self, addresses: np.ndarray, size: int, owners: np.ndarray, access: str = "load") -> np.ndarray:
         """The values at the addresses, shape (n,), dtype ``UINT[size]``."""
-        view, index = self.locate(addresses, size, owners, write=False)
+        view, index = self.locate(addresses, size, owners, access)
         return view.take(index)
 
-    def store(self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray) -> None:
-        """Store values; where addresses coincide the highest lane wins."""
-        view, index = self.locate(addresses, values.itemsize, owners, write=True)
+    def store(
+        self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, access: str = "store"
+    ) -> None:
+        """Store values of dtype ``UINT[size]``; where addresses coincide the highest lane wins."""
+        view, index = self.locate(addresses, values.itemsize, owners, access)
         view[index] = values
 
-    def atomic(
-        self, addresses: np.ndarray, values: np.ndarray, update: Update, owners: np.ndarray, *, used: bool
-    ) -> np.ndarray | None:
-        """Read, modify and write each address, one lane after another in lane order.
+    def parts(
+        self, addresses: np.ndarray, owners: np.ndarray
+    ) -> Iterator[tuple[Space, np.ndarray, np.ndarray, slice | np.ndarray]]:
+        """The space, its addresses, their owners and the positions they had, one item for each space hit.
 
-        Parameters
-        ----------
-        values : ndarray
-            Operands of dtype ``UINT[size]``, or a structured array of several operands.
-        update : callable
-            ``update(old, values) -> new``, on arrays without coinciding addresses.
-        used : bool
-            Whether the old values are wanted.
+        Only the generic space has more than itself to offer.
         """
-        raise NotImplementedError
+        yield self, addresses, owners, slice(None)
 
     def locate(
-        self, addresses: np.ndarray, size: int, owners: np.ndarray, *, write: bool
+        self, addresses: np.ndarray, size: int, owners: np.ndarray, access: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Check the accesses; return a typed view of the storage and the element indices in it."""
+        """Check and count the accesses; return a typed view of the storage and the element indices in it.
+
+        `access` is "load", "store", or with "strong " before it for volatile, relaxed, acquire and release
+        ones (which do not race with each other), or "atomic".
+        """
         raise NotImplementedError

@@ -57,6 +57,11 @@ def device_of(function: str, **named) -> devices.Device:
     return found
 
 
+def current_device(function: str) -> devices.Device:
+    """Return the device of a call without arrays: the active emulator, or CuPy's current GPU."""
+    return devices.emulated() or devices.cuda(cupy_or_raise(function).cuda.runtime.getDevice())
+
+
 def overlap(x, y) -> bool:
     """Tell whether the byte ranges of two arrays of one device intersect."""
     (low_x, high_x), (low_y, high_y) = byte_bounds(x), byte_bounds(y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -68,10 +69,8 @@ def store(key: str, meta: dict, blobs: list[bytes]) -> None:
         os.replace(staged, base / (key + _SUFFIX))
     except OSError as error:
         _warn_once(f"{base}: {error.strerror or error}")
-        try:
+        with contextlib.suppress(OSError):
             staged.unlink(missing_ok=True)
-        except OSError:
-            pass
 
 
 def entries() -> list[tuple[Path, int]]:
@@ -94,7 +93,7 @@ def clear() -> int:
 @functools.cache
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        f"rawops: compiled kernels are not kept between processes ({reason}); set RAWOPS_CACHE_DIR to a writable folder",
+        f"rawops: compiled kernels are not kept for later processes ({reason}); point RAWOPS_CACHE_DIR to a folder",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -274,7 +274,9 @@ def parse_resources(log: str, lowered: str) -> Resources:
 def _error_of(log: str, source: sources.Source, texts: dict[str, str], instance: str) -> Exception:
     if "invalid value for --gpu-architecture" in log:
         found = ".".join(map(str, nvrtc_version()))
-        return UnsupportedError(f"rawops: NVRTC {found} does not know the architecture of {instance}; install a newer one")
+        return UnsupportedError(
+            f"rawops: NVRTC {found} does not know the architecture of {instance}; install a newer one"
+        )
     match = re.search(r"^(.+?)\((\d+)\): (?:catastrophic )?error\b.*", log, re.MULTILINE)
     lines = [f"{instance} does not compile"]
     if match:

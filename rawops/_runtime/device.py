@@ -268,9 +268,7 @@ class emulate:
     >>> print(emu.report[0])                               # doctest: +SKIP
     """
 
-    def __init__(
-        self, arch: str | None = None, *, check: bool = True, completion: str = "late", seed: int = 0
-    ) -> None:
+    def __init__(self, arch: str | None = None, *, check: bool = True, completion: str = "late", seed: int = 0) -> None:
         if completion not in ("late", "early", "random"):
             fail(ValueError, "emulate", "completion", "be 'late', 'early' or 'random'", repr(completion))
         arch = arch or config.current().emulate_arch

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import numbers
+import struct
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-import numpy as np
+from typing import ClassVar
 
 from rawops._runtime import arrays, compiler, dtypes, sources
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
 from rawops.errors import CompileError, UnsupportedError
+
+# struct code, size and alignment of the fields that a parameter struct can have
+_FIELDS = {
+    "pointer": ("Q", 8, 8),
+    "int32": ("i", 4, 4),
+    "int64": ("q", 8, 8),
+    "float32": ("f", 4, 4),
+    "float64": ("d", 8, 8),
+    "tensormap": ("128s", 128, 64),
+}
 
 
 class ParamStruct:
@@ -26,29 +35,29 @@ class ParamStruct:
         The C++ name, for messages.
     **fields
         Type by field name in C++ order: "pointer", "int32", "int64", "float32", "float64" or "tensormap".
+
+    Attributes
+    ----------
+    pack : callable
+        Takes one value a field, in order, and returns the bytes of the struct.
     """
 
-    _TYPES = {"pointer": "u8", "int32": "i4", "int64": "i8", "float32": "f4", "float64": "f8"}
-    _CODES = {"pointer": "Q", "int32": "i", "int64": "q", "float32": "f", "float64": "d", "tensormap": "128s"}
-
     def __init__(self, name: str, **fields: str) -> None:
-        import struct
-
         code, offset, widest = "<", 0, 1
         for kind in fields.values():
-            size, align = (128, 64) if kind == "tensormap" else (int(self._TYPES[kind][1:]),) * 2
-            padding = -offset % align
-            code += f"{padding}x" * bool(padding) + self._CODES[kind]
-            offset, widest = offset + padding + size, max(widest, align)
+            field, size, align = _FIELDS[kind]
+            code += f"{-offset % align}x{field}"
+            offset += -offset % align + size
+            widest = max(widest, align)
         self.name, self.fields = name, tuple(fields)
         self.size = offset + -offset % widest
-        self.pack = struct.Struct(code + f"{self.size - offset}x").pack
+        self.pack = struct.Struct(f"{code}{self.size - offset}x").pack
 
 
 class Instance:
     """One kernel instance: a source, a name expression and options, compiled for any number of architectures."""
 
-    _all: weakref.WeakSet = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet[Instance]] = weakref.WeakSet()
 
     def __init__(
         self, source: sources.Source, expression: str, options: tuple = (), struct_size: int | None = None
@@ -135,7 +144,7 @@ class KernelSpec:
         The struct that the kernel takes by value; its size is compared with the compiler's.
     """
 
-    registry: list[KernelSpec] = []
+    registry: ClassVar[list[KernelSpec]] = []
 
     def __init__(
         self,
@@ -192,138 +201,6 @@ def _cpp_value(value) -> str:
     return dtypes.cpp(value) if dtypes.is_dtype(value) else str(value)
 
 
-class Kernel:
-    """A CUDA kernel of one's own: compiled by NVRTC on first launch, reloaded on demand.
-
-    Parameters
-    ----------
-    source : str or Path
-        A ``.cu`` file, or CUDA C++ text.
-    expression : str
-        The kernel to launch, with its template arguments: "saxpy<float>".
-    options : sequence of str
-        Further NVRTC options, such as ``-DN=4``.
-
-    Notes
-    -----
-    Arguments are converted by the kernel's own parameter types: a Python number becomes the declared C++ type and
-    must fit it; a pointer takes an array (its first element; strides are the kernel's business) or an integer
-    address; a struct by value takes a size-one structured NumPy array or bytes of exactly its size. A 0-d GPU array
-    given for a number is read on the host, which synchronises. Nothing else does, and launches can be captured in a
-    CUDA graph.
-
-    Examples
-    --------
-    >>> k = rawops.Kernel("saxpy.cu", "saxpy<float>")            # doctest: +SKIP
-    >>> k((blocks,), (256,), (x, y, n))                          # doctest: +SKIP
-    """
-
-    def __init__(self, source, expression: str, options: Iterable[str] = ()) -> None:
-        self._instance = Instance(sources.user_source(source), expression, tuple(options))
-        self._arch: str | None = None
-
-    def __call__(self, grid, block, args=(), shared_mem: int = 0) -> None:
-        """Launch on CuPy's current stream of the arrays' device, or run in the emulator on NumPy arrays.
-
-        Parameters
-        ----------
-        grid, block : int or tuple of int
-            Blocks in the grid, threads in a block; up to three numbers.
-        args : tuple
-            Kernel arguments in order.
-        shared_mem : int
-            Dynamic shared memory in bytes; above 48 KiB it is opted in.
-        """
-        grid, block = self._extents("grid", grid), self._extents("block", block)
-        device = self._device(args)
-        function = self._instance.on(device)
-        self._arch = device.arch
-        function.launch(grid, block, self._values(device, function.compiled.parameters, args), shared_mem)
-
-    def compile(self, arch: str) -> compiler.Compiled:
-        """Compile for an architecture ("sm_90a") without launching and return the result."""
-        self._arch = arch
-        return self._instance.compile(arch)
-
-    @property
-    def resources(self) -> compiler.Resources:
-        """Registers, shared, local and spill bytes on the architecture compiled or launched last."""
-        if self._arch is None:
-            device = devices.emulated() or devices.cuda(_current_ordinal(self._instance.expression))
-            self._arch = device.arch
-        return self.compile(self._arch).resources
-
-    def _extents(self, name: str, value) -> tuple[int, int, int]:
-        values = (value,) if isinstance(value, numbers.Integral) else tuple(value)
-        limits = (2**31 - 1, 65535, 65535) if name == "grid" else (1024, 1024, 64)
-        if not 1 <= len(values) <= 3 or any(not 1 <= v <= m for v, m in zip(values, limits, strict=False)):
-            fail(ValueError, self._instance.expression, name, f"be 1 to 3 numbers from 1 to {limits}", value)
-        values = tuple(int(v) for v in values) + (1,) * (3 - len(values))
-        if name == "block" and values[0] * values[1] * values[2] > 1024:
-            fail(ValueError, self._instance.expression, name, "have at most 1024 threads", value)
-        return values
-
-    def _device(self, args) -> devices.Device:
-        # a structured NumPy array is a by-value struct, not memory of a device
-        named = {f"args[{i}]": a for i, a in enumerate(args) if _is_array(a)}
-        taken, _ = arrays.take(self._instance.expression, **named)
-        if taken:
-            return arrays.device_of(self._instance.expression, **dict(zip(named, taken, strict=True)))
-        return devices.emulated() or devices.cuda(_current_ordinal(self._instance.expression))
-
-    def _values(self, device, parameters, args) -> tuple:
-        name = self._instance.expression
-        if len(args) != len(parameters):
-            fail(TypeError, name, "args", f"have {len(parameters)} entries", len(args))
-        return tuple(
-            _value(device, name, i, p, arg) for i, (p, arg) in enumerate(zip(parameters, args, strict=True))
-        )
-
-
-def _current_ordinal(function: str) -> int:
-    return arrays.cupy_or_raise(function).cuda.runtime.getDevice()
-
-
-def _is_array(x) -> bool:
-    if isinstance(x, np.ndarray):
-        return x.dtype.fields is None and x.dtype.kind != "V" and x.ndim > 0
-    return hasattr(x, "__cuda_array_interface__") or hasattr(x, "__dlpack__") and not isinstance(x, np.generic)
-
-
-def _value(device, kernel: str, index: int, parameter: compiler.Parameter, arg):
-    """Convert one argument of a user's kernel to what `Layout.pack` takes."""
-    name, kind, size = f"args[{index}]", parameter.kind, parameter.size
-    if kind == "p":
-        if _is_array(arg):
-            (x,), _ = arrays.take(kernel, **{name: arg})
-            return device.pointer(x)
-        if isinstance(arg, numbers.Integral) and arg >= 0:
-            return int(arg)
-        fail(TypeError, kernel, name, "be an array or an address (the parameter is a pointer)", repr(arg))
-    if kind == "s":
-        data = bytes(arg) if isinstance(arg, (bytes, bytearray)) else getattr(arg, "tobytes", lambda: b"")()
-        if len(data) != size:
-            rule = f"be bytes or a size-one NumPy array of {size} bytes (the parameter is a struct)"
-            fail(TypeError, kernel, name, rule, f"{type(arg).__name__} of {len(data)} bytes")
-        return data
-    if _is_array(arg) or isinstance(arg, np.ndarray):
-        if getattr(arg, "size", 0) != 1 or arg.ndim:
-            fail(TypeError, kernel, name, "be a number (the parameter is a scalar)", type(arg).__name__)
-        arg = arg.item()
-    if isinstance(arg, np.bool_):
-        arg = bool(arg)
-    if not isinstance(arg, numbers.Real):
-        fail(TypeError, kernel, name, "be a number (the parameter is a scalar)", repr(arg))
-    if kind == "f":
-        return float(np.float32(arg)) if size == 4 else float(arg)
-    if arg != int(arg):
-        fail(TypeError, kernel, name, "be an integer (the parameter is one)", repr(arg))
-    low, high = (-(2 ** (8 * size - 1)), 2 ** (8 * size - 1) - 1) if kind == "i" else (0, 2 ** (8 * size) - 1)
-    if kind != "b" and not low <= arg <= high:
-        fail(ValueError, kernel, name, f"fit the parameter ({8 * size} bits, {low} to {high})", int(arg))
-    return bool(arg) if kind == "b" else int(arg)
-
-
 # --- reload, catalogue ----------------------------------------------------------------------------------------------
 
 
@@ -363,14 +240,15 @@ def reload(compile: bool = False) -> list[Reloaded]:
     digests: dict[sources.Source, str] = {}
     changed = []
     for instance in sorted(Instance._all, key=lambda i: i.expression):
-        if not instance.compiled or instance.source.text is not None:
+        if not instance.compiled:
             continue
         if instance.source not in digests:
             digests[instance.source] = sources.digest(instance.source.closure())
         stale = [a for a, c in instance.compiled.items() if c.digest != digests[instance.source]]
-        if stale:
-            instance.generation += 1
-            changed += [_reload_one(instance, arch, compile) for arch in stale]
+        entries = [_reload_one(instance, arch, compile) for arch in stale]
+        if any(entry.error is None for entry in entries):
+            instance.generation += 1  # launches look for the new kernel; after a failure they stay with the last good
+        changed += entries
     return changed
 
 
@@ -440,7 +318,7 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
         How many instances are ready.
     """
     if arch is None:
-        arch = (devices.emulated() or devices.cuda(_current_ordinal("precompile"))).arch
+        arch = arrays.current_device("precompile").arch
     ops = tuple(ops) if ops is not None else ("",)
     jobs = [
         instance

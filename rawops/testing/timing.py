@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-# A graph holds enough calls to last about this long, which hides the cost of its own launch.
+# One replay lasts about this long, which hides the cost of its own launch.
 _REPLAY_US = 1000.0
 _MAX_CALLS = 200
 
@@ -23,54 +23,58 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
+        """The percentiles of some samples."""
         return cls(*(float(x) for x in np.percentile(samples, (20, 50, 80))))
 
 
 def rotations(bytes_per_call: int) -> int:
-    """How many sets of inputs to rotate through so that none is still in the L2 when its turn comes again."""
+    """How many sets of inputs to go through so that none is still in the L2 when its turn comes again."""
     import cupy
 
     l2 = cupy.cuda.Device().attributes["L2CacheSize"]
     return max(2, -(-3 * l2 // max(bytes_per_call, 1)))
 
 
-def graph_times(call: Callable[..., object], inputs: Sequence[tuple], replays: int = 40) -> Timing:
-    """Time `call(*inputs[i])`, with i going round, in replays of one CUDA graph.
+def graph_times(
+    calls: Mapping[str, Callable[..., object]], inputs: Sequence[tuple], replays: int = 40
+) -> dict[str, Timing]:
+    """Time rivals side by side, each as replays of a CUDA graph of `call(*inputs[i])` with i going round.
+
+    The replays alternate between the rivals, so that a card that warms up or throttles does so for all of them.
 
     Parameters
     ----------
-    call : callable
-        Launches on CuPy's current stream, and neither synchronises nor allocates once it is warm.
+    calls : mapping of str to callable
+        Each launches on CuPy's current stream, does not synchronise, and may allocate from CuPy's pool.
     inputs : sequence of tuple
         Sets of arguments; see `rotations`.
     replays : int
-        Number of graph launches that are timed, each on its own.
+        Number of graph launches a rival, each timed on its own.
     """
     import cupy
 
-    stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()  # the inputs were made on another stream
-    with stream:
-        for arguments in inputs:
-            call(*arguments)
-        graph, calls = _capture(stream, call, inputs, len(inputs))
-        graph.launch()
-        once = _elapsed_us(stream, graph) / calls
-        rounds = max(1, min(round(_REPLAY_US / once), _MAX_CALLS) // calls)
-        graph, calls = _capture(stream, call, inputs, rounds * len(inputs))
-        for _ in range(3):
-            graph.launch()
-        samples = [_elapsed_us(stream, graph) / calls for _ in range(replays)]
-    return Timing.of(samples)
+    with cupy.cuda.Stream(non_blocking=True):
+        graphs, samples = {}, {}
+        for name, call in calls.items():
+            for arguments in inputs:
+                call(*arguments)
+            once = _elapsed_us(_capture(call, inputs)) / len(inputs)
+            rounds = max(1, min(round(_REPLAY_US / once), _MAX_CALLS) // len(inputs))
+            graphs[name] = _capture(call, [*inputs] * rounds), rounds * len(inputs)
+            samples[name] = []
+        for _ in range(replays):
+            for name, (graph, count) in graphs.items():
+                samples[name].append(_elapsed_us(graph) / count)
+    return {name: Timing.of(found) for name, found in samples.items()}
 
 
-def host_cost(call: Callable[[], object], repeats: int = 500) -> Timing:
-    """Time what a call takes of the host alone, the GPU's queue never full."""
+def host_cost(call: Callable[[], object], batches: int = 50, batch: int = 10) -> Timing:
+    """Time what a call takes of the host alone: batches small enough that the GPU's queue is never full."""
     import cupy
 
-    batch = 10
     samples = []
-    for _ in range(repeats // batch):
+    for _ in range(batches):
         cupy.cuda.get_current_stream().synchronize()
         start = time.perf_counter()
         for _ in range(batch):
@@ -79,18 +83,22 @@ def host_cost(call: Callable[[], object], repeats: int = 500) -> Timing:
     return Timing.of(samples)
 
 
-def _capture(stream, call: Callable[..., object], inputs: Sequence[tuple], calls: int):
+def _capture(call: Callable[..., object], inputs: Sequence[tuple]):
+    """A graph of one call for each set of inputs, launched once already."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
     stream.begin_capture()
     try:
-        for i in range(calls):
-            call(*inputs[i % len(inputs)])
+        for arguments in inputs:
+            call(*arguments)
     finally:
         graph = stream.end_capture()
-    graph.upload()
-    return graph, calls
+    graph.launch()
+    return graph
 
 
-def _elapsed_us(stream, graph) -> float:
+def _elapsed_us(graph) -> float:
     import cupy
 
     start, end = cupy.cuda.Event(), cupy.cuda.Event()

@@ -1,0 +1,293 @@
+"""Who has seen whose accesses: vector clocks over warps, and the shadow of shared memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import RaceError, UninitializedRead
+
+if TYPE_CHECKING:
+    from .context import Context
+
+_NEVER = 1 << 30  # later than any tick: "has done nothing there is to see"
+
+# A stamp is time << 32 | flags | lane. Stamp 0 is "never".
+_LANE = np.uint64(0xFFFFFF)
+_ENGINE = np.uint64(1 << 24)  # made by a copy engine on behalf of the lane
+_STRONG = np.uint64(1 << 25)  # atomic, volatile, relaxed, acquire or release
+_SHIFT = np.uint64(32)
+_ONE = np.uint64(1)
+_PENDING = np.uint64(0x7FFFFFFF << 32)  # time of a copy that has been issued and not waited for
+
+
+class Clocks:
+    """Happens-before between the warps of a cluster.
+
+    Time is one counter for all: every shared access takes the next tick. ``seen[agent, column]`` is the
+    time up to which what the agent of that column did is ordered before anything `agent` does from now on;
+    an access at time t by agent b does not race with a later one by agent a if ``t <= seen[a, b]``.
+
+    Each block has W + 1 agents: its warps, and one last pseudo-agent for what copy engines do on its behalf
+    (TMA). Agent numbers are ``block * (W + 1) + warp_in_block``; a column is the agent's place in its
+    cluster. An agent's own column holds the time of its last warp-level synchronisation, which is what
+    orders different lanes of a warp.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        self.per_block = ctx.W + 1
+        self.columns = ctx.cluster_size * self.per_block
+        self.agent_of = ctx.block_of * self.per_block + ctx.warp_of % ctx.W
+        self.now = 0
+        self.places: list[int] = [0]  # which instruction took each tick
+        self._ctx = ctx
+        agents = np.arange(ctx.R * self.per_block)
+        self._is_warp = agents % self.per_block != ctx.W
+        columns = np.arange(self.columns)
+        self._own_block = (columns // self.per_block) == (self.column(agents) // self.per_block)[:, None]
+        self.seen = np.zeros((len(agents), self.columns), np.int64)
+        self.limit = np.zeros(len(agents), np.uint64)
+        self.lowest = np.uint64(0)
+        self.fenced = np.zeros(len(agents), np.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        """A new batch: everything done so far is seen by all; engines have done nothing."""
+        self.foreign = self.any_fence = False
+        self.fenced[:] = self.now
+        self.seen[:] = self.now
+        self.seen[:, ~self._is_warp[: self.columns]] = _NEVER
+        self._refresh(slice(None))
+
+    def tick(self) -> int:
+        """The time of a new access by the current instruction."""
+        self.now += 1
+        self.places.append(self._ctx.current.index)
+        return self.now
+
+    def agents(self, warps: np.ndarray) -> np.ndarray:
+        """Agent numbers of resident warps (``block * W + warp``)."""
+        return warps + warps // self._ctx.W
+
+    def engine(self, blocks: np.ndarray) -> np.ndarray:
+        """The pseudo-agents of resident blocks for asynchronous copies."""
+        return blocks * self.per_block + self._ctx.W
+
+    def column(self, agents: np.ndarray) -> np.ndarray:
+        """The agents' columns in `seen`."""
+        return agents % self.columns
+
+    def release(self, agents: np.ndarray) -> np.ndarray:
+        """What others learn by synchronising with each agent now: shape (n, columns).
+
+        Combine several with ``np.maximum``; all must be of one cluster for that.
+        """
+        clocks = self.seen[agents]
+        clocks[np.arange(len(agents)), self.column(agents)] = self.now
+        return clocks
+
+    def acquire(self, agents: np.ndarray, clocks: np.ndarray) -> None:
+        """The agents learn `clocks`, shape (n, columns) or (columns,). Agents must not repeat."""
+        own = self.seen[agents, self.column(agents)]
+        self.seen[agents] = np.maximum(self.seen[agents], clocks)
+        self.seen[agents, self.column(agents)] = np.maximum(own, self.now)
+        self._refresh(agents)
+
+    def sync_warps(self, warps: np.ndarray) -> None:
+        """The lanes of each warp have synchronised with each other."""
+        agents = self.agents(warps)
+        self.seen[agents, self.column(agents)] = self.now
+        self._refresh(agents)
+
+    def act(self, agents: np.ndarray) -> None:
+        """Engines are about to write: what they do has to be acquired from now on."""
+        for agent in np.unique(agents):
+            column = int(self.column(agent))
+            rows = slice(agent - column, agent - column + self.columns)
+            if self.seen[agent, column] == _NEVER:
+                self.seen[rows, column] = self.now
+                self._refresh(rows)
+
+    def fence(self, agents: np.ndarray) -> None:
+        """A fence: strong writes of these agents publish from now on what came before."""
+        self.fenced[agents] = self.now
+        self.any_fence = True
+
+    def reaches_out(self) -> None:
+        """Some block accesses another's shared memory: order has to be known across the cluster."""
+        if not self.foreign:
+            self.foreign = True
+            self._refresh(slice(None))
+
+    def _refresh(self, rows: slice | np.ndarray) -> None:
+        """Recompute the limits: stamps up to `limit[agent]` are ordered before it whoever made them."""
+        seen = self.seen[rows]
+        if not self.foreign and self.columns > self.per_block:
+            seen = np.where(self._own_block[rows], seen, _NEVER)
+        self.limit[rows] = (seen.min(axis=1).astype(np.uint64) << np.uint64(32)) | np.uint64(0xFFFFFFFF)
+        self.lowest = self.limit[self._is_warp].min()
+
+
+class Shadow:
+    """Last write and last reads of every granule of shared memory, and the rules on them.
+
+    The granule is the smallest access the program makes to shared memory, so wide accesses of programs
+    without narrow ones cost no more than narrow ones. Of several lanes of a warp that read a granule only
+    one is remembered: a later write by another lane of that warp may go unreported, never the reverse.
+    """
+
+    def __init__(self, ctx: Context, clocks: Clocks, nbytes: int, granule: int) -> None:
+        self._ctx = ctx
+        self._clocks = clocks
+        self._granule = granule
+        self._writes = np.zeros(nbytes // granule, np.uint64)
+        self._last_read = np.zeros_like(self._writes)
+        self._reads = np.zeros((clocks.columns, nbytes // granule), np.uint64)
+        self._published: dict[int, np.ndarray] = {}
+
+    def reset(self) -> None:
+        """All of shared memory is uninitialised again."""
+        self._writes[:] = 0
+        self._published.clear()
+
+    def read(self, index: np.ndarray, size: int, owners: np.ndarray, strong: bool) -> None:
+        """Lanes read the elements `index` of `size` bytes: refuse what is unwritten or unordered."""
+        clocks = self._clocks
+        if strong and self._published:
+            self._acquire(index, size, owners)
+        k = size // self._granule
+        stamps = self._writes.reshape(-1, k).take(index, axis=0)
+        # One unsigned comparison: 0 (never written) wraps round to the largest value.
+        if not (stamps - _ONE < clocks.lowest).all():
+            self._examine(stamps, index, owners, strong, "read")
+        stamp = self._stamp(owners, strong)[:, None]
+        rows = clocks.column(clocks.agent_of.take(owners)) * (len(self._writes) // k) + index
+        self._reads.reshape(-1, k)[rows] = stamp
+        self._last_read.reshape(-1, k)[index] = stamp
+
+    def write(self, index: np.ndarray, size: int, owners: np.ndarray, strong: bool) -> np.ndarray:
+        """Lanes write: refuse what is unordered. Returns which lanes lost to another of this instruction."""
+        clocks = self._clocks
+        k = size // self._granule
+        self._check_write(index, k, owners, strong)
+        stamp = self._stamp(owners, strong)
+        view = self._writes.reshape(-1, k)
+        view[index] = stamp[:, None]
+        if strong and clocks.any_fence:
+            self._publish(index, size, owners)
+        return view[index, 0] != stamp
+
+    def pend(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
+        """An asynchronous copy will write: checked like a write now, unreadable until it lands."""
+        k = size // self._granule
+        self._check_write(index, k, owners, False)
+        self._clocks.tick()
+        self._writes.reshape(-1, k)[index] = (_PENDING | owners.astype(np.uint64))[:, None]
+
+    def land(self, index: np.ndarray, size: int, owners: np.ndarray, engine: bool) -> None:
+        """The copy has been made, by the owners themselves or by an engine for them."""
+        if engine:
+            self._clocks.act(self._clocks.engine(np.unique(self._ctx.block_of[owners])))
+        stamp = self._stamp(owners, False)
+        if engine:
+            stamp |= _ENGINE
+        self._writes.reshape(-1, size // self._granule)[index] = stamp[:, None]
+
+    def _stamp(self, owners: np.ndarray, strong: bool) -> np.ndarray:
+        base = np.uint64(self._clocks.tick() << 32)
+        return owners.astype(np.uint64) | (base | _STRONG if strong else base)
+
+    def _check_write(self, index: np.ndarray, k: int, owners: np.ndarray, strong: bool) -> None:
+        lowest = self._clocks.lowest
+        stamps = self._writes.reshape(-1, k).take(index, axis=0)
+        if not (stamps <= lowest).all():
+            self._examine(stamps, index, owners, strong, "write")
+        stamps = self._last_read.reshape(-1, k).take(index, axis=0)
+        if not (stamps <= lowest).all():
+            self._examine_readers(stamps, index, owners, strong)
+
+    def _examine(
+        self, stamps: np.ndarray, index: np.ndarray, owners: np.ndarray, strong: bool, access: str
+    ) -> None:
+        """Look closely at earlier writes that are not ordered for everybody."""
+        clocks = self._clocks
+        limit = clocks.limit.take(clocks.agent_of.take(owners))[:, None]
+        row, col = np.nonzero(stamps - _ONE >= limit if access == "read" else stamps > limit)
+        if not len(row):
+            return
+        stamps, owners = stamps[row, col], owners[row]
+        if access == "read":
+            self._refuse_unwritten(stamps, owners)
+        elif (stamps >= _PENDING).any():
+            self._report(stamps, owners, np.flatnonzero(stamps >= _PENDING)[0], access, "a pending copy by")
+        lane = (stamps & _LANE).astype(np.intp)
+        engine = (stamps & _ENGINE) != 0
+        writer = np.where(engine, clocks.engine(self._ctx.block_of[lane]), clocks.agent_of[lane])
+        seen = clocks.seen[clocks.agent_of[owners], clocks.column(writer)]
+        ordered = ((stamps >> _SHIFT).astype(np.int64) <= seen) | ((lane == owners) & ~engine)
+        if strong:
+            ordered |= (stamps & _STRONG) != 0
+        if not ordered.all():
+            self._report(stamps, owners, np.flatnonzero(~ordered)[0], access, "a write by")
+
+    def _refuse_unwritten(self, stamps: np.ndarray, owners: np.ndarray) -> None:
+        for bad, what in (
+            (stamps == 0, "read of shared memory that nothing was written to"),
+            (stamps >= _PENDING, "read of an asynchronous copy not yet waited for"),
+        ):
+            if bad.any():
+                raise self._ctx.error(UninitializedRead, what, owners[np.flatnonzero(bad)[0]])
+
+    def _examine_readers(
+        self, stamps: np.ndarray, index: np.ndarray, owners: np.ndarray, strong: bool
+    ) -> None:
+        """Look closely at earlier reads that are not ordered for everybody."""
+        clocks = self._clocks
+        limit = clocks.limit.take(clocks.agent_of.take(owners))[:, None]
+        row, col = np.nonzero(stamps > limit)
+        if not len(row):
+            return
+        owners = owners[row]
+        reads = self._reads[:, index[row] * stamps.shape[1] + col]  # (columns, accesses)
+        agents = clocks.agent_of[owners]
+        ordered = (reads >> _SHIFT).astype(np.int64) <= clocks.seen[agents].T
+        ordered |= (reads & _LANE).astype(np.intp) == owners
+        if strong:
+            ordered |= (reads & _STRONG) != 0
+        if not ordered.all():
+            column, access = np.argwhere(~ordered)[0]
+            self._report(reads[column], owners, access, "write", "a read by")
+
+    def _report(self, stamps: np.ndarray, owners: np.ndarray, at: int, access: str, what: str) -> None:
+        """Raise the race of `owners[at]` with the access that made `stamps[at]`."""
+        ctx, stamp = self._ctx, int(stamps[at])
+        time, lane = stamp >> 32, stamp & int(_LANE)
+        place = ""
+        if time < len(self._clocks.places):
+            place = f" at {ctx.program.instructions[self._clocks.places[time]].place}"
+        raise ctx.error(
+            RaceError,
+            f"{access} of shared memory races with {what} {ctx.who(lane)}{place}: nothing orders the two",
+            owners[at],
+        )
+
+    def _publish(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
+        """A strong write after a fence: whoever reads it strongly learns what the fence ordered."""
+        clocks = self._clocks
+        keys, first = np.unique(index * size, return_index=True)
+        agents = clocks.agent_of[owners[first]]
+        published = clocks.seen[agents]
+        published[np.arange(len(agents)), clocks.column(agents)] = clocks.fenced[agents]
+        for key, learned in zip(keys.tolist(), published, strict=True):
+            old = self._published.get(key)
+            self._published[key] = learned if old is None else np.maximum(old, learned)
+
+    def _acquire(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
+        """A strong read: learn what was published there."""
+        clocks = self._clocks
+        agents = clocks.agent_of[owners]
+        for key in np.unique(index * size).tolist():
+            learned = self._published.get(key)
+            if learned is not None:
+                clocks.acquire(np.unique(agents[index * size == key]), learned)
