@@ -6,9 +6,8 @@ import functools
 import sys
 from collections.abc import Iterator
 
-import cupy
 import numpy as np
-from common import Case, main
+from common import Case, cupy, main
 
 import rawops
 from rawops.testing import cublas
@@ -73,7 +72,7 @@ def cases(quick: bool) -> Iterator[Case]:
         inputs = [
             (random((m, k), dtype), random((n, k), dtype).T, cupy.empty((m, n), dtype)) for _ in range(rotations(size))
         ]
-        op = rawops.Gemm(m, n, k, dtype, precision="tf32" if tf32 else None)
+        op = rawops.Gemm(m, n, k, dtype.name, precision="tf32" if tf32 else None)
         rivals = {"cuBLAS": functools.partial(cublas.gemm, tf32=tf32)}
         if torch is not None:
             torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -6,9 +6,8 @@ import functools
 import sys
 from collections.abc import Iterator
 
-import cupy
 import numpy as np
-from common import Case, main
+from common import Case, cupy, main
 
 import rawops
 from rawops.testing import cublas

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     options.rest = rest
     try:
         return options.run(options)
-    except rawops.RawopsError as error:
+    except (rawops.RawopsError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
@@ -144,7 +144,11 @@ def _compile(options) -> int:
     archs = _archs(options, ("all",))
     start = time.perf_counter()
     lines = []
-    for info in rawops.kernels(archs, options.all):
+    infos = rawops.kernels(archs, options.all)
+    empty = [arch for arch in archs if not any(arch in info.resources for info in infos)]
+    if empty:
+        raise rawops.UnsupportedError(f"compile: no kernel exists for {', '.join(empty)}")
+    for info in infos:
         for arch, r in info.resources.items():
             if r.spill_bytes or r.warnings:
                 lines.append(

@@ -77,6 +77,7 @@ def pytest_collection_modifyitems(items) -> None:
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter) -> None:
     left = [report for report in terminalreporter.stats.get("skipped", []) if NO_GPU in str(report.longrepr)]
     if has_gpu():

@@ -4,6 +4,7 @@ import ast
 import re
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,15 +15,16 @@ CUDA = ROOT / "cuda_src"
 OPS = {"gemm", "lora", "attention", "paged_kv", "sparse", "lsmr", "rowwise"}
 SIDEWAYS = {("paged_kv", "attention"), ("lora", "gemm"), ("lsmr", "sparse")}
 TOP = {"", "__main__", "_demo"}  # "" is rawops/__init__.py, which gathers the public names
-# Top to bottom; a module of the runtime imports from the lines below its own, or beside it where that is marked.
+# Top to bottom: a module of the runtime imports from the lines below its own.
 RUNTIME = [
-    {"arrays", "kernel"},
+    {"custom"},
+    {"kernel"},
+    {"arrays"},
     {"device"},
     {"compiler", "tensormap"},
     {"cache", "checks", "sources"},
     {"dtypes"},
 ]
-RUNTIME_SIDEWAYS = {("kernel", "arrays")}
 HEADERS = {"cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"}
 # Slow or absent on some machines: imported inside the functions that need them, or never.
 NOT_AT_IMPORT = {"cupy", "cupyx", "cuda", "torch", "scipy", "rich", "platformdirs", "jax", "numba"}
@@ -37,19 +39,37 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports_of(name: str) -> list[tuple[str, ast.stmt]]:
-    """Absolute dotted names that a module imports anywhere in it, with the statement."""
-    found = []
-    package = ["rawops", *name.split(".")] if name else ["rawops"]
+class Import(NamedTuple):
+    """An absolute dotted name that a module imports."""
+
+    name: str
+    line: int
+    lazy: bool  # inside a function
+
+
+def imports_of(name: str) -> list[Import]:
+    package = ["rawops", *filter(None, name.split("."))]
     if MODULES[name].stem != "__init__":
         package.pop()
-    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+    return imports_in(MODULES[name].read_text(encoding="utf-8"), package)
+
+
+def imports_in(source: str, package: list[str]) -> list[Import]:
+    """Every import of a source text that belongs to `package`."""
+    found = []
+
+    def visit(node: ast.AST, lazy: bool) -> None:
+        lazy |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         if isinstance(node, ast.Import):
-            found += [(alias.name, node) for alias in node.names]
+            found.extend(Import(alias.name, node.lineno, lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
-            found += [(f"{source}.{alias.name}", node) for alias in node.names]
+            origin = [*base, *filter(None, [node.module])]
+            found.extend(Import(".".join([*origin, alias.name]), node.lineno, lazy) for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child, lazy)
+
+    visit(ast.parse(source), False)
     return found
 
 
@@ -80,10 +100,7 @@ def allowed(importer: str, target: str) -> bool:
     if other in {"config", "errors"}:
         return layer != "testing"
     if layer == other == "_runtime":
-        if "." not in target:
-            return False
-        sideways = (importer.split(".")[1], target.split(".")[1]) in RUNTIME_SIDEWAYS
-        return sideways or level(importer) < level(target)
+        return "." in target and level(importer) < level(target)
     if layer == other:
         return True
     if other == "_runtime":
@@ -96,24 +113,18 @@ def allowed(importer: str, target: str) -> bool:
 @pytest.mark.parametrize("name", MODULES, ids=lambda name: name or "rawops")
 def test_python_imports(name):
     wrong = []
-    for imported, node in imports_of(name):
-        target = target_of(imported)
-        if target is not None and target != name and not allowed(name, target):
-            wrong.append(f"line {node.lineno}: {imported}")
+    for found in imports_of(name):
+        target = target_of(found.name)
+        if target not in (None, name) and not allowed(name, target):
+            wrong.append(f"line {found.line}: {found.name}")
     assert not wrong, f"{MODULES[name].relative_to(ROOT)} imports from a layer it may not: {wrong}"
 
 
 @pytest.mark.parametrize("name", MODULES, ids=lambda name: name or "rawops")
 def test_import_time_stays_small(name):
     """The heavy packages are imported in functions: `import rawops` needs neither CuPy nor a GPU."""
-    top_level = set(ast.parse(MODULES[name].read_text(encoding="utf-8")).body)
-    heavy = [imported for imported, node in imports_of(name) if node in top_level and _root(imported) in NOT_AT_IMPORT]
-    if name not in {"__main__", "_demo"}:
-        assert not heavy
-
-
-def _root(imported: str) -> str:
-    return imported.split(".")[0]
+    heavy = [found for found in imports_of(name) if not found.lazy and found.name.split(".")[0] in NOT_AT_IMPORT]
+    assert not heavy
 
 
 @pytest.mark.parametrize("path", sorted(CUDA.rglob("*.cu*")), ids=lambda path: path.name)
@@ -129,7 +140,25 @@ def test_cuda_includes(path):
             assert (path.parent / header).resolve().parent == CUDA / "common", header
 
 
-def test_rules_see_a_forbidden_edge():
+def test_imports_are_found_wherever_they_stand():
+    source = """
+from . import a
+from ..errors import B
+try:
+    import cupy.cuda
+except ImportError:
+    def f():
+        from rawops._runtime import kernel as k
+"""
+    assert imports_in(source, ["rawops", "_runtime"]) == [
+        ("rawops._runtime.a", 2, False),
+        ("rawops.errors.B", 3, False),
+        ("cupy.cuda", 5, False),
+        ("rawops._runtime.kernel", 8, True),
+    ]
+
+
+def test_rules_allow_and_forbid():
     """The rules themselves, on edges that must and must not exist."""
     for edge in [("gemm", "_runtime.kernel"), ("lora", "gemm"), ("_runtime.device", "_emulator"), ("", "gemm")]:
         assert allowed(*edge), edge

@@ -60,32 +60,35 @@ template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GAT
     static constexpr int STEPS = ceil_div(Tile::ROWS, ROWS_PER_STEP);
     static_assert(THREADS % PIECES_PER_ROW == 0, "a row must not be split between steps");
 
-    const T* source;         // the tile's origin in the K-block that comes next
+    const T* source;  // this thread's first column in row 0 of the K-block that comes next
     int64_t row_stride, col_stride, gate_offset;
-    int mn_count;            // operand rows that are left at the tile's origin (of one half, with GATE)
-    int row, col;            // this thread's first piece
+    int mn_count;  // MN that exist from the tile's origin on (of one half, with GATE)
+    int row, col;  // this thread's first piece
     uint32_t pending[kAsync ? 1 : STEPS];
 
-    __device__ OperandLoader(const void* operand, int64_t mn_stride, int64_t k_stride, int mn_begin, int mn_end,
+    __device__ OperandLoader(const T* operand, int64_t mn_stride, int64_t k_stride, int mn_begin, int mn_end,
                              int k_begin, int64_t gate_offset_, int thread)
-        : source(static_cast<const T*>(operand) + mn_begin * mn_stride + k_begin * k_stride),
+        : source(operand + mn_begin * mn_stride + k_begin * k_stride),
           row_stride(kKMajor ? mn_stride : k_stride),
           col_stride(!kAnyStride ? 1 : kKMajor ? k_stride : mn_stride),
           gate_offset(gate_offset_),
           mn_count(mn_end - mn_begin),
           row(thread / PIECES_PER_ROW),
-          col(thread % PIECES_PER_ROW * PIECE) {}
+          col(thread % PIECES_PER_ROW * PIECE) {
+        source += kKMajor ? col * col_stride : folded(col) * col_stride + (in_second_half(col) ? gate_offset : 0);
+    }
 
     // Starts the copy of the next K-block, of which k_count elements exist, into the tile at `destination`.
     __device__ void fetch(uint32_t destination, int k_count) {
+        const int rows_exist = kKMajor ? mn_count : k_count;
+        const int cols = clamp(kKMajor ? k_count - col : mn_count - folded(col), 0, PIECE);
+        const T* from = source + row * row_stride;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
+        for (int step = 0; step < STEPS; ++step, from += ROWS_PER_STEP * row_stride) {
             const int r = row + step * ROWS_PER_STEP;
             if (Tile::ROWS % ROWS_PER_STEP != 0 && r >= Tile::ROWS) break;
-            const int rows_left = (kKMajor ? mn_count : k_count) - (kKMajor ? folded(r) : r);
-            const int cols_left = (kKMajor ? k_count : mn_count) - (kKMajor ? col : folded(col));
-            const int valid = rows_left > 0 ? clamp(cols_left, 0, PIECE) : 0;
-            const T* from = valid > 0 ? source + source_offset(r) : source;
+            if (GATE > 0 && kKMajor) from = source + folded(r) * row_stride + (in_second_half(r) ? gate_offset : 0);
+            const int valid = (kKMajor ? folded(r) : r) < rows_exist ? cols : 0;
             if constexpr (kAsync) {
                 cp_async<ACCESS>(destination + Tile::offset(r, col), from, valid * int(sizeof(T)));
             } else {
@@ -111,7 +114,7 @@ template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GAT
     }
 
 private:
-    // Index of tile row `mn` within its half.
+    // Index of tile column or row `mn` within its half.
     static __device__ int folded(int mn) {
         if constexpr (GATE == 0) return mn;
         else return mn / (2 * GATE) * GATE + mn % GATE;
@@ -119,11 +122,6 @@ private:
     static __device__ bool in_second_half(int mn) {
         if constexpr (GATE == 0) return false;
         else return mn / GATE % 2 != 0;
-    }
-    __device__ int64_t source_offset(int r) const {
-        const int mn = kKMajor ? r : col;
-        const int64_t mn_offset = folded(mn) + (in_second_half(mn) ? gate_offset : 0);
-        return kKMajor ? mn_offset * row_stride + col * col_stride : r * row_stride + mn_offset * col_stride;
     }
 };
 

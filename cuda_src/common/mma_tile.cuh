@@ -2,18 +2,16 @@
 // multiply, for one BLOCK_M x BLOCK_N tile of a @ b.
 #pragma once
 #include "mma.cuh"
+#include "ring.cuh"
 
 namespace rawops {
 
-template <class T_, int BLOCK_M_, int BLOCK_N_, int BLOCK_K_, int STAGES_, int WARPS_M_, int WARPS_N_, bool kAKMajor,
-          bool kBKMajor, int ACCESS_A, int ACCESS_B, bool kGated = false>
-struct MmaTile {
+template <class T_, class Shape, bool kAKMajor, bool kBKMajor, int ACCESS_A, int ACCESS_B, bool kGated = false>
+struct MmaTile : Shape {
     using T = T_;
     using Atom = MmaAtom<T>;
     using Register = typename Atom::Register;
-    static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_, BLOCK_K = BLOCK_K_, STAGES = STAGES_;
-    static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, THREADS = WARPS_M * WARPS_N * kWarpSize;
-    static constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_N = BLOCK_N / WARPS_N;
+    using Shape::BLOCK_M, Shape::BLOCK_N, Shape::BLOCK_K, Shape::THREADS, Shape::WARP_M, Shape::WARP_N;
     static constexpr int ATOMS_M = WARP_M / 16, ATOMS_N = WARP_N / 8, ATOMS_K = BLOCK_K / Atom::K;
     // A gated tile holds gate and up columns of one output column in one thread: a warp's first half and second half.
     static constexpr int GATE = kGated ? WARP_N / 2 : 0;
@@ -26,7 +24,6 @@ struct MmaTile {
 
     static constexpr int A_BYTES = LoaderA::Tile::BYTES, B_BYTES = LoaderB::Tile::BYTES;
     static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && BLOCK_K % Atom::K == 0, "warps hold whole atom pairs");
-    static_assert(STAGES >= 2, "one stage is read while the next is filled");
 };
 
 // What may travel with the ring: it has a slice of every stage, is filled with it, and sees A's fragments. The
@@ -77,52 +74,26 @@ __device__ inline void multiply_stage(typename Tile::Accumulators& acc, const ty
 // acc += A @ B over k_count elements of K. `ring` is the shared address of STAGES * stage_bytes, aligned to 128 bytes.
 // After it the ring is free for other use by all threads.
 template <class Tile, class Rider>
-__device__ inline void multiply_ring(typename Tile::Accumulators& acc, typename Tile::LoaderA& loader_a,
+__device__ inline void multiply_tile(typename Tile::Accumulators& acc, typename Tile::LoaderA& loader_a,
                                      typename Tile::LoaderB& loader_b, Rider& rider, uint32_t ring, int k_count,
                                      int thread) {
-    constexpr int STAGES = Tile::STAGES, STAGE_BYTES = stage_bytes<Tile, Rider>;
     const int warp = thread / kWarpSize, lane = thread % kWarpSize;
     const typename Tile::ReaderA reader_a(warp / Tile::WARPS_N * Tile::WARP_M, lane);
     const typename Tile::ReaderB reader_b(warp % Tile::WARPS_N * Tile::WARP_N, lane);
-    const int blocks = ceil_div(k_count, Tile::BLOCK_K);
 
-    auto fetch = [&](int slot, int block) {
-        const uint32_t stage = ring + slot * STAGE_BYTES;
+    auto fetch = [&](uint32_t stage, int block) {
         const int k_left = k_count - block * Tile::BLOCK_K;
         loader_a.fetch(stage, k_left);
         loader_b.fetch(stage + Tile::A_BYTES, k_left);
         rider.fetch(stage + Tile::A_BYTES + Tile::B_BYTES, k_left);
     };
-    auto store = [&](int slot) {
-        const uint32_t stage = ring + slot * STAGE_BYTES;
+    auto store = [&](uint32_t stage) {
         loader_a.store(stage);
         loader_b.store(stage + Tile::A_BYTES);
         rider.store(stage + Tile::A_BYTES + Tile::B_BYTES);
     };
-
-#pragma unroll 1
-    for (int block = 0; block < STAGES - 1; ++block) {
-        if (block < blocks) {
-            fetch(block, block);
-            store(block);
-        }
-        cp_async_commit();
-    }
-    int read_slot = 0, fill_slot = STAGES - 1;
-#pragma unroll 1
-    for (int block = 0; block < blocks; ++block) {
-        cp_async_wait<STAGES - 2>();
-        __syncthreads();  // this stage is visible to all, and all have left the stage that is filled next
-        const int next = block + STAGES - 1;
-        if (next < blocks) fetch(fill_slot, next);
-        cp_async_commit();
-        multiply_stage<Tile>(acc, reader_a, reader_b, rider, ring + read_slot * STAGE_BYTES);
-        if (next < blocks) store(fill_slot);
-        read_slot = read_slot + 1 == STAGES ? 0 : read_slot + 1;
-        fill_slot = fill_slot + 1 == STAGES ? 0 : fill_slot + 1;
-    }
-    cp_async_wait<0>();
-    __syncthreads();
+    auto multiply = [&](uint32_t stage) { multiply_stage<Tile>(acc, reader_a, reader_b, rider, stage); };
+    run_ring<Tile::STAGES, stage_bytes<Tile, Rider>>(ring, ceil_div(k_count, Tile::BLOCK_K), fetch, store, multiply);
 }
 
 }  // namespace rawops

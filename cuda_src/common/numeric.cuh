@@ -12,7 +12,7 @@ using uint64_t = unsigned long long;
 
 constexpr int kWarpSize = 32;
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int ceil_div(int a, int b) { return a / b + (a % b != 0); }
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int clamp(int value, int low, int high) { return min_of(max_of(value, low), high); }

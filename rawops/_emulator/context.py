@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import EmulatorError
 from .lanes import Lanes, pack_warps
 from .parser import Imm, Instruction, Mem, Not, Operand, Program, Reg, Special, Sym
-from .special import special_register
+from .special import SM_COUNT, is_volatile, special_register
 from .types import DTYPE, PACKED, SINT, SIZE, UINT, is_signed
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class Context:
     block_of, thread_of, lane_of, warp_of : ndarray of intp, shape (L,)
         Of each lane: its resident block, thread number in the block, lane in the warp, resident warp
         (block * W + warp).
-    ctaid : ndarray of uint32, shape (3, L)
-        Block coordinates of each lane.
+    ctaid, clusterid : ndarray of uint32, shape (3, L)
+        Coordinates of each lane's block and cluster. `smid` is the multiprocessor it is said to run on.
     alive : ndarray of bool, shape (L,)
-        Lanes that exist and have not exited. `alive_bits` is the same packed by warp, `alive_count` the
-        number of them.
+        Lanes that exist and have not exited. `alive_bits` is the same packed by warp, `alive_count` their
+        number, `everyone` they as a group. `exists` also has those that have exited.
     shared : SharedSpace
         Shared memory of all resident blocks, with initialisation and race tracking.
     races : Races or None
@@ -66,6 +66,9 @@ class Context:
         self.lane_of = lanes % 32
         self.warp_of = lanes // 32
         self.ctaid = np.zeros((3, self.L), np.uint32)
+        self.clusterid = np.zeros((3, self.L), np.uint32)
+        self.smid = np.zeros(self.L, np.uint32)
+        self.exists = np.zeros(self.L, bool)
         self.alive = np.zeros(self.L, bool)
         self.alive_bits = np.zeros(self.R * self.W, np.uint32)
         self.alive_count = 0
@@ -81,14 +84,17 @@ class Context:
         count = len(blocks)
         coordinates = self.launch.block_coordinates(blocks)
         self.ctaid[:, : count * self.T] = np.repeat(coordinates, self.T, axis=1)
-        self.alive[:] = (self.thread_of < self.launch.threads) & (self.block_of < count)
+        self.clusterid[:] = self.ctaid // np.array(self.launch.cluster, np.uint32)[:, None]
+        self.smid[: count * self.T] = np.repeat(blocks % SM_COUNT, self.T)
+        self.exists[:] = (self.thread_of < self.launch.threads) & (self.block_of < count)
+        self.alive[:] = self.exists
         self._count_alive()
         self._states.clear()
         for space in self._spaces.values():
             space.reset()
         if self.races is not None:
             self.races.reset()
-        return Lanes(self, np.flatnonzero(self.alive))
+        return self.everyone
 
     def kill(self, lanes: Lanes) -> None:
         """The lanes have exited."""
@@ -97,7 +103,9 @@ class Context:
 
     def _count_alive(self) -> None:
         self.alive_bits[:] = pack_warps(self.alive)
-        self.alive_count = int(np.count_nonzero(self.alive))
+        ids = np.flatnonzero(self.alive)
+        self.alive_count = len(ids)
+        self.everyone = Lanes(self, ids)
 
     def state(self, key: str, factory: Callable[[], Any]) -> Any:
         """State of an instruction family for the present batch (cp.async groups, mbarriers, ...).
@@ -147,7 +155,7 @@ class Context:
             return DTYPE[ptx_type].type(self.address_of(operand))
         if isinstance(operand, Special):
             value = special_register(self, operand.name)
-            return value.view(dtype) if isinstance(value, np.ndarray) else dtype.type(value)
+            return value.astype(dtype) if isinstance(value, np.ndarray) else dtype.type(value)
         if isinstance(operand, Not):
             raise TypeError("a negated predicate has no storage; use reader")
         raise EmulatorError(f"{self.current.place}: cannot read the operand in: {self.current.text}")
@@ -161,8 +169,8 @@ class Context:
         if isinstance(operand, Not):
             get = self.reader(operand.operand, ptx_type)
             return lambda lanes: ~get(lanes)
-        if isinstance(operand, Special) and operand.name.startswith(("clock", "globaltimer")):
-            return lambda lanes: self.whole(operand, ptx_type)
+        if isinstance(operand, Special):
+            return self._special_reader(operand, ptx_type)
         whole = self.whole(operand, ptx_type)
         if not isinstance(whole, np.ndarray):
             return lambda lanes: whole
@@ -170,6 +178,16 @@ class Context:
             bits = whole.view(np.uint32)
             return lambda lanes: _take(bits, lanes).view(whole.dtype)
         return lambda lanes: _take(whole, lanes)
+
+    def _special_reader(self, operand: Special, ptx_type: str) -> Get:
+        dtype = DTYPE[ptx_type]
+        if is_volatile(operand.name):
+            return lambda lanes: self.whole(operand, ptx_type)
+        value = special_register(self, operand.name)
+        if isinstance(value, np.ndarray):
+            return lambda lanes: _take(value, lanes).astype(dtype)
+        constant = dtype.type(value)
+        return lambda lanes: constant
 
     def writer(self, operand: Operand, ptx_type: str) -> Put:
         """``put(lanes, values)``: set the register; a narrower type is sign- or zero-extended.
@@ -256,6 +274,17 @@ class Context:
     def who(self, lane: int) -> str:
         """A lane as "block (0, 1, 0), thread (3, 0, 0)"."""
         return f"block {self.block_name(lane)}, thread {self.launch.thread_name(int(self.thread_of[lane]))}"
+
+    def describe(self, lanes: Lanes) -> str:
+        """A group in a few words: the threads of its first block, and how many blocks more."""
+        block = self.block_of[lanes.ids[0]]
+        threads = self.thread_of[lanes.ids[self.block_of[lanes.ids] == block]]
+        breaks = np.flatnonzero(np.diff(threads) != 1)
+        runs = [f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in np.split(threads, breaks + 1)]
+        text = ", ".join(runs[:4]) + (", ..." if len(runs) > 4 else "")
+        others = len(lanes.blocks) - 1
+        more = f" (and {others} more blocks)" if others else ""
+        return f"block {self.block_name(int(lanes.ids[0]))} thread{'s' * (len(threads) > 1)} {text}{more}"
 
     def block_name(self, lane: int) -> str:
         """The coordinates of a lane's block, as a tuple in text."""

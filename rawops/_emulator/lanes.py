@@ -59,6 +59,11 @@ class Lanes:
         return np.flatnonzero(self.warp_bits)
 
     @cached_property
+    def warp_count(self) -> int:
+        """How many warps have a lane here."""
+        return len(self.warps)
+
+    @cached_property
     def blocks(self) -> np.ndarray:
         """The resident blocks with at least one lane here, ascending."""
         return np.unique(self.warps // self._ctx.W)
@@ -72,15 +77,14 @@ class Lanes:
         return bool(((bits == 0) | (bits == self._ctx.alive_bits)).all())
 
     @cached_property
-    def whole_groups(self) -> bool:
-        """Whether every live lane of every warpgroup (4 warps) touched is here."""
-        if self.full:
-            return True
-        if not self.whole_warps or self._ctx.W % 4:
-            return False
-        touched = (self.warp_bits != 0).reshape(-1, 4)
-        live = (self._ctx.alive_bits != 0).reshape(-1, 4)
-        return bool((~touched.any(1) | (touched == live).all(1)).all())
+    def in_whole_groups(self) -> np.ndarray:
+        """Shape (n,) bool: whether every live lane of the lane's warpgroup (4 warps) is here."""
+        ctx = self._ctx
+        groups = -(-ctx.W // 4)
+        missing = np.zeros((ctx.R, groups * 4), bool)
+        missing[:, : ctx.W] = ((ctx.alive_bits & ~self.warp_bits) != 0).reshape(ctx.R, ctx.W)
+        missing = missing.reshape(-1, 4).any(axis=1)
+        return ~missing[ctx.block_of[self.ids] * groups + ctx.thread_of[self.ids] // 128]
 
     def select(self, keep: np.ndarray) -> Lanes:
         """The lanes where `keep` (shape (n,), bool) is true; the group itself if that is all of them."""
@@ -88,6 +92,8 @@ class Lanes:
 
     def merge(self, other: Lanes) -> Lanes:
         """The union of two disjoint groups."""
+        if self.n + other.n == self._ctx.alive_count:
+            return self._ctx.everyone
         ids = np.concatenate((self.ids, other.ids))
         ids.sort()
         return Lanes(self._ctx, ids)

@@ -50,6 +50,7 @@ class Clocks:
         self.limit = np.zeros(len(agents), np.uint64)
         self.lowest = np.uint64(0)
         self.fenced = np.zeros(len(agents), np.int64)
+        self._proxy_fenced = np.zeros(ctx.L, np.int64)
         self.reset()
 
     def reset(self) -> None:
@@ -114,6 +115,14 @@ class Clocks:
         self.fenced[agents] = self.now
         self.any_fence = True
 
+    def proxy_fence(self, ids: np.ndarray) -> None:
+        """The lanes' ordinary writes so far may be read by copy engines and wgmma."""
+        self._proxy_fenced[ids] = self.now
+
+    def proxy_fenced(self, ids: np.ndarray) -> np.ndarray:
+        """The time of each lane's last proxy fence."""
+        return self._proxy_fenced[ids]
+
     def reaches_out(self) -> None:
         """Some block accesses another's shared memory: order has to be known across the cluster."""
         if not self.foreign:
@@ -154,9 +163,9 @@ class Shadow:
     def read(self, index: np.ndarray, size: int, owners: np.ndarray, strong: bool) -> None:
         """Lanes read the elements `index` of `size` bytes: refuse what is unwritten or unordered."""
         clocks = self._clocks
+        index, k = self._rows(index, size)
         if strong and self._published:
-            self._acquire(index, size, owners)
-        k = size // self._granule
+            self._acquire(index * k, owners)
         stamps = self._writes.reshape(-1, k).take(index, axis=0)
         # One unsigned comparison: 0 (never written) wraps round to the largest value.
         if not (stamps - _ONE < clocks.lowest).all():
@@ -169,18 +178,29 @@ class Shadow:
     def write(self, index: np.ndarray, size: int, owners: np.ndarray, strong: bool) -> np.ndarray:
         """Lanes write: refuse what is unordered. Returns which lanes lost to another of this instruction."""
         clocks = self._clocks
-        k = size // self._granule
+        index, k = self._rows(index, size)
         self._check_write(index, k, owners, strong)
         stamp = self._stamp(owners, strong)
         view = self._writes.reshape(-1, k)
         view[index] = stamp[:, None]
         if strong and clocks.any_fence:
-            self._publish(index, size, owners)
+            self._publish(index * k, owners)
         return view[index, 0] != stamp
+
+    def cross_proxy(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
+        """Copy engines or wgmma read for the owners: refuse what its writer has not fenced since."""
+        stamps = self._writes.reshape(-1, size // self._granule).take(index, axis=0).ravel()
+        lanes = (stamps & _LANE).astype(np.intp)
+        unfenced = (stamps >> _SHIFT).astype(np.int64) > self._clocks.proxy_fenced(lanes)
+        unfenced &= (stamps & _ENGINE) == 0
+        if unfenced.any():
+            owners = np.repeat(owners, size // self._granule)
+            what = "(by the async proxy; fence.proxy.async is missing after it)"
+            self._report(stamps, owners, np.flatnonzero(unfenced)[0], "read", f"{what} a write by")
 
     def pend(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
         """An asynchronous copy will write: checked like a write now, unreadable until it lands."""
-        k = size // self._granule
+        index, k = self._rows(index, size)
         self._check_write(index, k, owners, False)
         self._clocks.tick()
         self._writes.reshape(-1, k)[index] = (_PENDING | owners.astype(np.uint64))[:, None]
@@ -192,7 +212,14 @@ class Shadow:
         stamp = self._stamp(owners, False)
         if engine:
             stamp |= _ENGINE
-        self._writes.reshape(-1, size // self._granule)[index] = stamp[:, None]
+        index, k = self._rows(index, size)
+        self._writes.reshape(-1, k)[index] = stamp[:, None]
+
+    def _rows(self, index: np.ndarray, size: int) -> tuple[np.ndarray, int]:
+        """Element indices as rows of k granules each; an access smaller than a granule counts as one."""
+        if size >= self._granule:
+            return index, size // self._granule
+        return index * size // self._granule, 1
 
     def _stamp(self, owners: np.ndarray, strong: bool) -> np.ndarray:
         base = np.uint64(self._clocks.tick() << 32)
@@ -272,10 +299,10 @@ class Shadow:
             owners[at],
         )
 
-    def _publish(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
+    def _publish(self, granules: np.ndarray, owners: np.ndarray) -> None:
         """A strong write after a fence: whoever reads it strongly learns what the fence ordered."""
         clocks = self._clocks
-        keys, first = np.unique(index * size, return_index=True)
+        keys, first = np.unique(granules, return_index=True)
         agents = clocks.agent_of[owners[first]]
         published = clocks.seen[agents]
         published[np.arange(len(agents)), clocks.column(agents)] = clocks.fenced[agents]
@@ -283,11 +310,11 @@ class Shadow:
             old = self._published.get(key)
             self._published[key] = learned if old is None else np.maximum(old, learned)
 
-    def _acquire(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
+    def _acquire(self, granules: np.ndarray, owners: np.ndarray) -> None:
         """A strong read: learn what was published there."""
         clocks = self._clocks
         agents = clocks.agent_of[owners]
-        for key in np.unique(index * size).tolist():
+        for key in np.unique(granules).tolist():
             learned = self._published.get(key)
             if learned is not None:
-                clocks.acquire(np.unique(agents[index * size == key]), learned)
+                clocks.acquire(np.unique(agents[granules == key]), learned)

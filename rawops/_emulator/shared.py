@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import MemoryFault, RaceError
 from .races import Shadow
-from .spaces import Space
+from .spaces import Piece, Space, refuse_misaligned
 from .types import UINT
 
 if TYPE_CHECKING:
@@ -54,18 +54,16 @@ class SharedSpace(Space):
 
     # ---- ordinary accesses ---------------------------------------------------------------------------
 
-    def locate(
-        self, addresses: np.ndarray, size: int, owners: np.ndarray, access: str
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, addresses: np.ndarray, size: int, owners: np.ndarray, access: str) -> list[Piece]:
         index = self.index(addresses, size, owners)
         if self._shadow is not None:
-            strong = access.startswith("strong") or access == "atomic"
+            strong = access != "load" and access != "store"
             self.ctx.launch.report.shared_access(self.ctx, addresses, size, owners)
             if not access.endswith("store"):
                 self._shadow.read(index, size, owners, strong)
             if not access.endswith("load"):
                 self._shadow.write(index, size, owners, strong)
-        return self._views[size], index
+        return [(self._views[size], index, None)]
 
     def store(
         self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, access: str = "store"
@@ -108,6 +106,14 @@ class SharedSpace(Space):
         """Byte indices of checked addresses in `data`."""
         return self.index(addresses, size, owners) * size
 
+    def fetch(self, addresses: np.ndarray, size: int, owners: np.ndarray) -> np.ndarray:
+        """What a copy engine or wgmma reads for the owners: no bank traffic, but a proxy to fence for."""
+        index = self.index(addresses, size, owners)
+        if self._shadow is not None:
+            self._shadow.read(index, size, owners, False)
+            self._shadow.cross_proxy(index, size, owners)
+        return self._views[size].take(index)
+
     def pend(self, addresses: np.ndarray, size: int, owners: np.ndarray) -> None:
         """An asynchronous copy to these addresses has been issued; until it lands, reading them raises."""
         index = self.index(addresses, size, owners)
@@ -144,9 +150,7 @@ class SharedSpace(Space):
         return self._elements(offset, target.astype(np.uint64) * np.uint64(self.stride) + offset, size, owners)
 
     def _elements(self, offsets: np.ndarray, flat: np.ndarray, size: int, owners: np.ndarray) -> np.ndarray:
-        if int(np.bitwise_or.reduce(offsets)) & (size - 1):
-            bad = (offsets & np.uint64(size - 1)) != 0
-            self._fault(offsets, owners, size, bad)
+        refuse_misaligned(self.ctx, offsets, size, owners)
         return (flat >> np.uint64(size.bit_length() - 1)).view(np.int64)
 
     def _fault(self, addresses: np.ndarray, owners: np.ndarray, size: int, bad: np.ndarray) -> None:
@@ -154,9 +158,7 @@ class SharedSpace(Space):
         at = np.flatnonzero(bad)[0]
         address = int(addresses[at])
         offset = (address & ((1 << RANK_SHIFT) - 1)) - SHARED_BASE
-        if address % size:
-            problem = f"is not aligned to {size} bytes"
-        elif offset < 0:
+        if offset < 0:
             problem = f"lies before shared memory, which starts at {SHARED_BASE}"
         elif address >> RANK_SHIFT > self.ctx.cluster_size:
             problem = f"names block {(address >> RANK_SHIFT) - 1} of a cluster of {self.ctx.cluster_size}"

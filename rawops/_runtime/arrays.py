@@ -8,7 +8,11 @@ from collections.abc import Callable
 import numpy as np
 
 from rawops._runtime import device as devices
+from rawops._runtime import dtypes
 from rawops._runtime.checks import fail
+
+# torch's types that DLPack or CuPy's side of it lacks travel under the name of another type of their size
+_CARRIERS = {"torch.bfloat16": "int16", "torch.float8_e4m3fn": "uint8", "torch.float8_e5m2": "uint8"}
 
 
 def take(function: str, **named) -> tuple[list, Callable]:
@@ -38,9 +42,10 @@ def take(function: str, **named) -> tuple[list, Callable]:
             if type(x) is not native:
                 x = _convert(function, name, x)
         values.append(x)
-    if first is None or type(first) is native or isinstance(first, np.ndarray):
+    out = named.get("out")
+    if all(x is None or type(x) is native or isinstance(x, np.ndarray) for x in (first, out)):
         return values, _same
-    return values, _exporter(first, named.get("out"), values)
+    return values, _exporter(first, out, dict(zip(named, values, strict=True)).get("out"))
 
 
 def device_of(function: str, **named) -> devices.Device:
@@ -104,12 +109,21 @@ def _convert(function: str, name: str, x):
         if isinstance(x, cupy.ndarray):
             return x
         try:
-            return cupy.asarray(x) if not hasattr(x, "__dlpack__") else cupy.from_dlpack(x)
+            return _view(cupy, x)
         except Exception as error:
             message = f"{type(x).__module__}.{type(x).__qualname__} ({error})"
             fail(TypeError, function, name, "be a GPU array that CuPy can view", message)
     hint = "Pass a CuPy array, or anything with __dlpack__ or __cuda_array_interface__."
     return fail(TypeError, function, name, "be a GPU array", type(x).__name__, hint)
+
+
+def _view(cupy, x):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        carrier = _CARRIERS.get(str(x.dtype))
+        if carrier:
+            return cupy.from_dlpack(x.view(getattr(torch, carrier))).view(dtypes.numpy(str(x.dtype)[len("torch.") :]))
+    return cupy.from_dlpack(x) if hasattr(x, "__dlpack__") else cupy.asarray(x)
 
 
 def cupy_or_raise(function: str):
@@ -124,14 +138,18 @@ def cupy_or_raise(function: str):
     return cupy
 
 
-def _exporter(first, out, values: list) -> Callable:
+def _exporter(first, out, converted_out) -> Callable:
     """Return a function that gives CuPy results back as arrays of the library that `first` came from."""
-    module = sys.modules[type(first).__module__.split(".")[0]]
-    converted_out = values[-1] if out is not None else None
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(first, torch.Tensor)  # a subclass may live anywhere
+    module = torch if is_torch else sys.modules[type(first).__module__.split(".")[0]]
 
     def give(x):
-        if x is converted_out and out is not None:
+        if out is not None and x is converted_out:
             return out
+        carrier = _CARRIERS.get(f"{module.__name__}.{x.dtype.name}")
+        if carrier:
+            return module.from_dlpack(x.view(carrier)).view(getattr(module, x.dtype.name))
         if hasattr(module, "from_dlpack"):
             return module.from_dlpack(x)
         if module.__name__ in ("jax", "jaxlib"):

@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import struct
+import threading
 import warnings
 from pathlib import Path
 
@@ -27,9 +28,11 @@ def folder() -> Path | None:
     import platformdirs
 
     try:
-        return Path(platformdirs.user_cache_dir("rawops", appauthor=False))
+        path = Path(platformdirs.user_cache_dir("rawops", appauthor=False))
     except (RuntimeError, OSError, KeyError):
         return None
+    # Without a home the path is relative or under a folder that does not exist: not ours to make.
+    return path if path.is_absolute() and path.parent.parent.is_dir() else None
 
 
 def load(key: str) -> tuple[dict, list[bytes]] | None:
@@ -90,8 +93,12 @@ def clear() -> int:
     return len(found)
 
 
-@functools.cache
+_unwarned = threading.Lock()  # taken once and for all by the first thread that warns
+
+
 def _warn_once(reason: str) -> None:
+    if not _unwarned.acquire(blocking=False):
+        return
     warnings.warn(
         f"rawops: compiled kernels are not kept for later processes ({reason}); point RAWOPS_CACHE_DIR to a folder",
         RuntimeWarning,

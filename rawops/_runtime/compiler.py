@@ -15,35 +15,43 @@ from rawops.errors import CompileError, UnsupportedError
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 _OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
+_UNIT_NAME = "rawops_unit.cu"
 _SIGNATURE = "rawops_kernel_signature"
 
 # The translation unit includes the real file and names one instance. The kernel's parameter types are written into a
 # device constant, from where the compiler's output tells Python what to pack: kind, bytes (16 bits) and alignment.
+# The odd names keep out of the way of the source's macros.
 _UNIT = """#include "{name}"
 namespace rawops_signature {{
-template <class T> struct kind {{ enum {{ value = 's' }}; }};
-template <class T> struct kind<T*> {{ enum {{ value = 'p' }}; }};
-#define RAWOPS_KIND(c, ...) template <> struct kind<__VA_ARGS__> {{ enum {{ value = c }}; }};
+template <class T__> struct kind__ {{ enum {{ value__ = __is_enum(T__) ? 'i' : 's' }}; }};
+template <class T__> struct kind__<T__*> {{ enum {{ value__ = 'p' }}; }};
+#define RAWOPS_KIND(k__, ...) template <> struct kind__<__VA_ARGS__> {{ enum {{ value__ = k__ }}; }};
 RAWOPS_KIND('b', bool) RAWOPS_KIND('f', float) RAWOPS_KIND('f', double)
 RAWOPS_KIND('i', signed char) RAWOPS_KIND('i', char) RAWOPS_KIND('i', short) RAWOPS_KIND('i', int)
 RAWOPS_KIND('i', long) RAWOPS_KIND('i', long long)
 RAWOPS_KIND('u', unsigned char) RAWOPS_KIND('u', unsigned short) RAWOPS_KIND('u', unsigned int)
 RAWOPS_KIND('u', unsigned long) RAWOPS_KIND('u', unsigned long long)
+#ifdef __CUDA_FP16_TYPES_EXIST__
+RAWOPS_KIND('h', __half)
+#endif
+#ifdef __CUDA_BF16_TYPES_EXIST__
+RAWOPS_KIND('g', __nv_bfloat16)
+#endif
 #undef RAWOPS_KIND
-struct entry {{ unsigned char kind, low, high, align; }};
-template <class F> struct list;
-template <class... A> struct list<void (*)(A...)> {{
-  entry entries[sizeof...(A) + 1] = {{
-      {{kind<A>::value, sizeof(A) & 255, sizeof(A) >> 8, alignof(A)}}..., {{0, 0, 0, 0}}}};
+struct entry__ {{ unsigned char kind__, low__, high__, align__; }};
+template <class T__> struct list__;
+template <class... T__> struct list__<void (*)(T__...)> {{
+  entry__ entries__[sizeof...(T__) + 1] = {{
+      {{kind__<T__>::value__, sizeof(T__) & 255, sizeof(T__) >> 8, alignof(T__)}}..., {{0, 0, 0, 0}}}};
 }};
 }}
-extern "C" __device__ const rawops_signature::list<decltype(&{expression})> {signature} = {{}};
+extern "C" __device__ const rawops_signature::list__<decltype(&{expression})> {signature} = {{}};
 """
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One kernel parameter: kind is p(ointer), i(nt), u(nsigned), f(loat), b(ool) or s(truct)."""
+    """One parameter: kind is p(ointer), i(nt), u(nsigned), f(loat), b(ool), h(alf), g (bfloat16) or s(truct)."""
 
     kind: str
     size: int
@@ -91,14 +99,16 @@ def compile_instance(source: sources.Source, expression: str, options: tuple[str
     UnsupportedError
         Where NVRTC or the CUDA headers are missing, or NVRTC does not know `arch`.
     """
-    texts = source.closure()
-    digest = sources.digest(texts)
+    if not re.fullmatch(r"sm_\d+[af]?", arch):
+        raise UnsupportedError(f"rawops: arch must be a name such as 'sm_80' or 'sm_90a', got {arch!r}")
+    files = source.closure(options)
+    digest = sources.digest(files)
     key = cache_key(digest, expression, options, arch)
     with _lock_of(key):
         kept = _from_cache(key, expression, arch, digest)
         if kept is not None:
             return kept
-        compiled = _compile(source, texts, digest, expression, options, arch)
+        compiled = _compile(source, files, digest, expression, options, arch)
         meta = {
             "lowered": compiled.lowered,
             "parameters": [[p.kind, p.size, p.align] for p in compiled.parameters],
@@ -204,23 +214,18 @@ def _check(result: tuple):
 # --- one compilation ------------------------------------------------------------------------------------------------
 
 
-def _compile(source, texts, digest, expression, options, arch) -> Compiled:
+def _compile(source, files, digest, expression, options, arch) -> Compiled:
     nvrtc = _nvrtc()
-    name = Path(source.path).name
-    unit = _UNIT.format(name=name, expression=expression, signature=_SIGNATURE)
-    names = [n.encode() for n in texts]
-    program = _check(
-        nvrtc.nvrtcCreateProgram(
-            unit.encode(), b"rawops_unit.cu", len(texts), [t.encode() for t in texts.values()], names
-        )
-    )
+    unit = sources.encode(_UNIT.format(name=source.name, expression=expression, signature=_SIGNATURE))
+    names, texts = map(sources.encode, files), [sources.encode(file.text) for file in files.values()]
+    program = _check(nvrtc.nvrtcCreateProgram(unit, _UNIT_NAME.encode(), len(texts), texts, list(names)))
     try:
         _check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
         arguments = [f"-arch={arch}", *_OPTIONS, f"-I{include_folder()}", *options]
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [a.encode() for a in arguments])
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [*map(sources.encode, arguments)])
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
         if int(status) != 0:
-            raise _error_of(log, source, texts, f"{expression} for {arch}")
+            raise _error_of(log, files, f"{expression} for {arch}")
         lowered = _check(nvrtc.nvrtcGetLoweredName(program, expression.encode())).decode()
         ptx = _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0")
         cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
@@ -271,20 +276,24 @@ def parse_resources(log: str, lowered: str) -> Resources:
     return Resources(registers, shared, local, spills, advisories)
 
 
-def _error_of(log: str, source: sources.Source, texts: dict[str, str], instance: str) -> Exception:
+def _error_of(log: str, files: dict[str, sources.File], instance: str) -> Exception:
     if "invalid value for --gpu-architecture" in log:
         found = ".".join(map(str, nvrtc_version()))
         return UnsupportedError(
-            f"rawops: NVRTC {found} does not know the architecture of {instance}; install a newer one"
+            f"rawops: NVRTC {found} does not know the architecture of {instance}; install one that does"
         )
-    match = re.search(r"^(.+?)\((\d+)\): (?:catastrophic )?error\b.*", log, re.MULTILINE)
+    match = re.search(r"^(.+?)\((\d+)\): ((?:catastrophic )?error\b.*)", log, re.MULTILINE)
     lines = [f"{instance} does not compile"]
-    if match:
-        name, number = match.group(1), int(match.group(2))
-        is_file = source.text is None and name == Path(source.path).name
-        lines.append(match.group(0) + (f" (in {source.path})" if is_file else ""))
-        text = texts.get(name, "").splitlines()
+    known = {sources.encode(name).decode(errors="replace"): file for name, file in files.items()}
+    if match and match.group(1) in known:
+        path, text = known[match.group(1)]
+        number, text = int(match.group(2)), text.splitlines()
+        lines.append(f"{path}({number}): {match.group(3)}")
         lines += [f"  {i:5d} | {text[i - 1]}" for i in range(max(number - 1, 1), min(number + 1, len(text)) + 1)]
+    elif match and match.group(1) in (_UNIT_NAME, "__nv_name_map"):
+        lines.append(f"the name of the kernel: {match.group(3)}")
+    elif match:
+        lines.append(match.group(0))
     else:
         lines += [line for line in log.splitlines() if line.strip()][:3]
     return CompileError("\n".join(lines), log=log, instance=instance)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable
 
+import ml_dtypes
 import numpy as np
 
-from rawops._runtime import arrays, compiler, sources
+from rawops._runtime import arrays, checks, compiler, sources
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
 from rawops._runtime.kernel import Instance
+
+# what a number is rounded to, by kind and size of the parameter
+_FLOATS = {("f", 4): np.float32, ("f", 8): np.float64, ("h", 2): np.float16, ("g", 2): ml_dtypes.bfloat16}
 
 
 class Kernel:
@@ -55,11 +60,18 @@ class Kernel:
         shared_mem : int
             Dynamic shared memory in bytes; above 48 KiB it is opted in.
         """
+        name = self._instance.expression
         grid, block = self._extents("grid", grid), self._extents("block", block)
-        device = self._device(args)
+        shared_mem = checks.int_range(name, "shared_mem", shared_mem, 0, 2**31 - 1)
+        device, args = self._placed(args)
         function = self._instance.on(device)
         self._arch = device.arch
-        function.launch(grid, block, self._values(device, function.compiled.parameters, args), shared_mem)
+        parameters = function.compiled.parameters
+        if len(args) != len(parameters):
+            fail(TypeError, name, "args", f"have {len(parameters)} entries", len(args))
+        pairs = enumerate(zip(parameters, args, strict=True))
+        values = tuple(_value(device, name, f"args[{i}]", parameter, arg) for i, (parameter, arg) in pairs)
+        function.launch(grid, block, values, shared_mem)
 
     def compile(self, arch: str) -> compiler.Compiled:
         """Compile for an architecture ("sm_90a") without launching and return the result."""
@@ -74,65 +86,78 @@ class Kernel:
         return self.compile(self._arch).resources
 
     def _extents(self, name: str, value) -> tuple[int, int, int]:
-        values = (value,) if isinstance(value, numbers.Integral) else tuple(value)
+        values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
         limits = (2**31 - 1, 65535, 65535) if name == "grid" else (1024, 1024, 64)
-        if not 1 <= len(values) <= 3 or any(not 1 <= v <= m for v, m in zip(values, limits, strict=False)):
-            fail(ValueError, self._instance.expression, name, f"be 1 to 3 numbers from 1 to {limits}", value)
-        values = tuple(int(v) for v in values) + (1,) * (3 - len(values))
-        if name == "block" and values[0] * values[1] * values[2] > 1024:
+        fits = (isinstance(v, numbers.Integral) and 1 <= v <= m for v, m in zip(values, limits, strict=False))
+        if not 1 <= len(values) <= 3 or not all(fits):
+            fail(ValueError, self._instance.expression, name, f"be 1 to 3 integers from 1 to {limits}", value)
+        x, y, z = (*map(int, values), 1, 1)[:3]
+        if name == "block" and x * y * z > 1024:
             fail(ValueError, self._instance.expression, name, "have at most 1024 threads", value)
-        return values
+        return x, y, z
 
-    def _device(self, args) -> devices.Device:
-        # a structured NumPy array is a by-value struct, not memory of a device
-        named = {f"args[{i}]": a for i, a in enumerate(args) if _is_array(a)}
-        taken, _ = arrays.take(self._instance.expression, **named)
-        if taken:
-            return arrays.device_of(self._instance.expression, **dict(zip(named, taken, strict=True)))
-        return arrays.current_device(self._instance.expression)
-
-    def _values(self, device, parameters, args) -> tuple:
-        name = self._instance.expression
-        if len(args) != len(parameters):
-            fail(TypeError, name, "args", f"have {len(parameters)} entries", len(args))
-        return tuple(_value(device, name, i, p, arg) for i, (p, arg) in enumerate(zip(parameters, args, strict=True)))
+    def _placed(self, args) -> tuple[devices.Device, list]:
+        """Return the device of the arguments, and them with foreign arrays turned into CuPy's."""
+        name, placed = self._instance.expression, list(args)
+        indices = [i for i, arg in enumerate(placed) if _is_array(arg)]
+        taken, _ = arrays.take(name, **{f"args[{i}]": placed[i] for i in indices})
+        if not taken:
+            return arrays.current_device(name), placed
+        for i, x in zip(indices, taken, strict=True):
+            placed[i] = x
+        return arrays.device_of(name, **{f"args[{i}]": placed[i] for i in indices}), placed
 
 
 def _is_array(x) -> bool:
+    """Tell an array from a number, and from a structured or 0-d NumPy array that stands for a struct or a number."""
     if isinstance(x, np.ndarray):
-        return x.dtype.fields is None and x.dtype.kind != "V" and x.ndim > 0
-    return hasattr(x, "__cuda_array_interface__") or (hasattr(x, "__dlpack__") and not isinstance(x, np.generic))
+        return x.ndim > 0 and not issubclass(x.dtype.type, np.void)
+    return hasattr(type(x), "__dlpack__") or hasattr(type(x), "__cuda_array_interface__")
 
 
-def _value(device, kernel: str, index: int, parameter: compiler.Parameter, arg):
+def _value(device, kernel: str, name: str, parameter: compiler.Parameter, arg):
     """Convert one argument of a user's kernel to what `Layout.pack` takes."""
-    name, kind, size = f"args[{index}]", parameter.kind, parameter.size
-    if kind == "p":
-        if _is_array(arg):
-            (x,), _ = arrays.take(kernel, **{name: arg})
-            return device.pointer(x)
-        if isinstance(arg, numbers.Integral) and arg >= 0:
+    if parameter.kind == "p":
+        if _is_array(arg) or (device.is_emulated and isinstance(arg, np.ndarray)):
+            return device.pointer(arg)
+        if isinstance(arg, numbers.Integral) and 0 <= arg < 2**64:
             return int(arg)
-        fail(TypeError, kernel, name, "be an array or an address (the parameter is a pointer)", repr(arg))
-    if kind == "s":
-        data = bytes(arg) if isinstance(arg, (bytes, bytearray)) else getattr(arg, "tobytes", lambda: b"")()
-        if len(data) != size:
-            rule = f"be bytes or a size-one NumPy array of {size} bytes (the parameter is a struct)"
-            fail(TypeError, kernel, name, rule, f"{type(arg).__name__} of {len(data)} bytes")
+        return fail(TypeError, kernel, name, "be an array or an address (the parameter is a pointer)", repr(arg))
+    if parameter.kind == "s":
+        is_host = isinstance(arg, (bytes, bytearray, np.ndarray, np.generic))
+        data = (arg.tobytes() if hasattr(arg, "tobytes") else bytes(arg)) if is_host else b""
+        if len(data) != parameter.size:
+            rule = f"be bytes or a size-one NumPy array of {parameter.size} bytes (the parameter is a struct)"
+            fail(TypeError, kernel, name, rule, f"{type(arg).__name__} of {len(data)} bytes" if is_host else repr(arg))
         return data
-    if _is_array(arg) or isinstance(arg, np.ndarray):
-        if getattr(arg, "size", 0) != 1 or arg.ndim:
-            fail(TypeError, kernel, name, "be a number (the parameter is a scalar)", type(arg).__name__)
+    if (isinstance(arg, (np.ndarray, np.generic)) or _is_array(arg)) and arg.ndim == 0:
         arg = arg.item()
-    if isinstance(arg, np.bool_):
-        arg = bool(arg)
     if not isinstance(arg, numbers.Real):
-        fail(TypeError, kernel, name, "be a number (the parameter is a scalar)", repr(arg))
-    if kind == "f":
-        return float(np.float32(arg)) if size == 4 else float(arg)
-    if arg != int(arg):
-        fail(TypeError, kernel, name, "be an integer (the parameter is one)", repr(arg))
-    low, high = (-(2 ** (8 * size - 1)), 2 ** (8 * size - 1) - 1) if kind == "i" else (0, 2 ** (8 * size) - 1)
-    if kind != "b" and not low <= arg <= high:
-        fail(ValueError, kernel, name, f"fit the parameter ({8 * size} bits, {low} to {high})", int(arg))
-    return bool(arg) if kind == "b" else int(arg)
+        fail(TypeError, kernel, name, "be a number (the parameter is a scalar)", _shown(arg))
+    return _number(kernel, name, parameter, arg)
+
+
+def _number(kernel: str, name: str, parameter: compiler.Parameter, arg: numbers.Real):
+    kind, size = parameter.kind, parameter.size
+    if kind == "b":
+        return bool(arg)
+    if kind in "iu":
+        if not (math.isfinite(arg) and arg == int(arg)):
+            fail(TypeError, kernel, name, "be an integer (the parameter is one)", repr(arg))
+        low, high = (-(2 ** (8 * size - 1)), 2 ** (8 * size - 1) - 1) if kind == "i" else (0, 2 ** (8 * size) - 1)
+        if not low <= arg <= high:
+            fail(ValueError, kernel, name, f"fit the parameter ({8 * size} bits, {low} to {high})", int(arg))
+        return int(arg)
+    dtype = _FLOATS[kind, size]
+    try:
+        with np.errstate(over="ignore"):
+            value = dtype(float(arg))
+    except OverflowError:
+        value = dtype(math.inf)
+    if math.isinf(value) and arg not in (math.inf, -math.inf):
+        fail(ValueError, kernel, name, f"fit the parameter ({np.dtype(dtype).name})", repr(arg))
+    return value.tobytes() if kind == "g" else float(value)
+
+
+def _shown(arg) -> str:
+    return f"{type(arg).__name__} of shape {tuple(arg.shape)}" if hasattr(arg, "shape") else repr(arg)

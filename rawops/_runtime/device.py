@@ -17,7 +17,8 @@ from rawops._runtime.checks import fail
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024
-_FORMATS = {"p": {8: "Q"}, "b": {1: "?"}, "f": {4: "f", 8: "d"}}
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_FORMATS = {"p": {8: "Q"}, "b": {1: "?"}, "f": {4: "f", 8: "d"}, "h": {2: "e"}, "g": {2: "2s"}}
 _FORMATS["i"] = {1: "b", 2: "h", 4: "i", 8: "q"}
 _FORMATS["u"] = {size: code.upper() for size, code in _FORMATS["i"].items()}
 
@@ -28,9 +29,12 @@ def arch_name(capability: int) -> str:
 
 
 class Layout:
-    """Packs kernel arguments into one buffer, at the offsets that the compiler gave the parameters."""
+    """Packs kernel arguments into one buffer, at the offsets that the compiler gave the parameters.
 
-    def __init__(self, parameters: tuple[compiler.Parameter, ...]) -> None:
+    Each thread has its own buffer; `on_new_thread` is called when one is made.
+    """
+
+    def __init__(self, parameters: tuple[compiler.Parameter, ...], on_new_thread=lambda: None) -> None:
         offset, code, self.offsets = 0, "<", []
         for p in parameters:
             start = -(-offset // p.align) * p.align
@@ -39,6 +43,7 @@ class Layout:
             offset = start + p.size
         self.struct = struct.Struct(code)
         self.size = offset
+        self._on_new_thread = on_new_thread
         self._local = threading.local()
 
     def pack(self, values: tuple) -> int:
@@ -51,6 +56,7 @@ class Layout:
         return table
 
     def _new_buffer(self):
+        self._on_new_thread()
         buffer = ctypes.create_string_buffer(max(self.size, 1))
         start = ctypes.addressof(buffer)
         pointers = (ctypes.c_void_p * max(len(self.offsets), 1))(*[start + o for o in self.offsets])
@@ -94,6 +100,10 @@ class CudaDevice:
         with cupy.cuda.Device(self.ordinal):
             return cupy.empty(shape, dtype)
 
+    def bind_context(self) -> None:
+        """Give this thread its CUDA context, which the runtime does by itself and the driver does not."""
+        self._runtime.setDevice(self._runtime.getDevice())
+
     def load(self, compiled: compiler.Compiled) -> CudaFunction:
         """Load a compiled instance on this device."""
         return CudaFunction(self, compiled)
@@ -117,8 +127,10 @@ class CudaFunction:
     def __init__(self, device: CudaDevice, compiled: compiler.Compiled) -> None:
         import cupy
 
-        self.device, self.compiled, self.layout = device, compiled, Layout(compiled.parameters)
+        self.device, self.compiled = device, compiled
+        self.layout = Layout(compiled.parameters, device.bind_context)
         self._shared_limit = _DEFAULT_SHARED - compiled.resources.shared_bytes
+        self._lock = threading.Lock()
         with cupy.cuda.Device(device.ordinal), _capture_allowed():
             self._module = cupy.cuda.Module()
             self._module.load(compiled.cubin)
@@ -127,14 +139,17 @@ class CudaFunction:
 
     def __call__(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
         """Launch with values in parameter order: ints, floats, and bytes for structs."""
+        table = self.layout.pack(values)
         if shared_bytes > self._shared_limit:
             self._opt_in(shared_bytes)
-        self.device.launch(self._pointer, grid, block, shared_bytes, self.layout.pack(values))
+        self.device.launch(self._pointer, grid, block, shared_bytes, table)
 
     def _opt_in(self, shared_bytes: int) -> None:
         check_shared(self.device, self.compiled, shared_bytes)
-        self.device._driver.funcSetAttribute(self._pointer, _MAX_DYNAMIC_SHARED, shared_bytes)
-        self._shared_limit = shared_bytes
+        with self._lock:
+            if shared_bytes > self._shared_limit:
+                self.device._driver.funcSetAttribute(self._pointer, _MAX_DYNAMIC_SHARED, shared_bytes)
+                self._shared_limit = shared_bytes
 
 
 def check_shared(device, compiled: compiler.Compiled, shared_bytes: int) -> None:
@@ -146,22 +161,18 @@ def check_shared(device, compiled: compiler.Compiled, shared_bytes: int) -> None
 
 
 class _capture_allowed:
-    """Let modules load while a stream of this thread is being captured: loading is not part of the graph."""
+    """Let modules load while any thread captures a stream: loading is no part of a graph."""
 
     def __enter__(self):
-        from cupy.cuda import get_current_stream
-
-        self._previous = None
-        if get_current_stream().is_capturing:
-            from cuda.bindings import runtime
-
-            self._runtime = runtime
-            mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
-            _, self._previous = runtime.cudaThreadExchangeStreamCaptureMode(mode)
+        self._mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self._exchange()
 
     def __exit__(self, *error):
-        if self._previous is not None:
-            self._runtime.cudaThreadExchangeStreamCaptureMode(self._previous)
+        self._exchange()
+
+    def _exchange(self):
+        # through ctypes, since importing cuda.bindings would take longer than the first launch of a cached kernel
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
 
 
 @functools.cache

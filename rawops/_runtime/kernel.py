@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -66,18 +67,26 @@ class Instance:
         self.struct_size = struct_size
         self.compiled: dict[str, compiler.Compiled] = {}
         self.generation = 0
+        self._stale: set[str] = set()
+        self._lock = threading.RLock()
         Instance._all.add(self)
 
     def compile(self, arch: str) -> compiler.Compiled:
-        """Return the instance compiled for `arch`, from memory, disk or NVRTC."""
-        if arch not in self.compiled:
-            self.compiled[arch] = self._fresh(arch)
+        """Return the instance compiled for `arch`, from memory, disk or NVRTC.
+
+        When the source was edited, a failure is raised once and the last good result stays in place.
+        """
+        if arch not in self.compiled or arch in self._stale:
+            with self._lock:
+                if arch not in self.compiled or arch in self._stale:
+                    self._stale.discard(arch)
+                    self.compiled[arch] = self._fresh(arch)
         return self.compiled[arch]
 
-    def recompile(self, arch: str) -> compiler.Compiled:
-        """Compile the source as it is now; on failure the last good result stays in place."""
-        self.compiled[arch] = self._fresh(arch)
-        return self.compiled[arch]
+    def outdate(self, archs: Iterable[str]) -> None:
+        """Have the source compiled anew for `archs` before the next launch."""
+        self._stale.update(archs)
+        self.generation += 1
 
     def _fresh(self, arch: str) -> compiler.Compiled:
         compiled = compiler.compile_instance(self.source, self.expression, self.options, arch)
@@ -91,7 +100,9 @@ class Instance:
     def on(self, device: devices.Device) -> Function:
         """Return the instance loaded on a device."""
         if self not in device.functions:
-            device.functions[self] = Function(self, device)
+            with self._lock:
+                if self not in device.functions:
+                    device.functions[self] = Function(self, device)
         return device.functions[self]
 
 
@@ -102,6 +113,7 @@ class Function:
         self.instance, self.device = instance, device
         self.generation = instance.generation
         self._loaded = device.load(instance.compile(device.arch))
+        self._retired: list = []  # a captured graph may hold the kernel from before a reload
 
     def launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
         """Launch with values in C++ parameter order: ints for pointers, numbers, bytes for structs."""
@@ -114,13 +126,12 @@ class Function:
         return self._loaded.compiled
 
     def _refresh(self) -> None:
-        """Take an edited source into use; a failure is raised once and the last good kernel stays."""
+        """Take an edited source into use."""
         self.generation = self.instance.generation
-        arch = self.device.arch
-        current = self.instance.compiled.get(arch)
-        if current is None or current is self._loaded.compiled:
-            current = self.instance.recompile(arch)
-        self._loaded = self.device.load(current)
+        current = self.instance.compile(self.device.arch)
+        if current is not self._loaded.compiled:
+            self._retired.append(self._loaded)
+            self._loaded = self.device.load(current)
 
 
 class KernelSpec:
@@ -173,7 +184,8 @@ class KernelSpec:
                     fail(ValueError, self.entry, name, f"be one of {allowed}", repr(value))
             expression = f"{self.entry}<{', '.join(map(_cpp_value, key))}>" if key else self.entry
             size = self.params.size if self.params else None
-            self._instances[key] = Instance(sources.library_source(self.source), expression, (), size)
+            instance = Instance(sources.library_source(self.source), expression, (), size)
+            self._instances.setdefault(key, instance)  # another thread may have been first
         return self._instances[key]
 
     def kernel(self, device: devices.Device, **choices) -> Function:
@@ -212,7 +224,7 @@ class Reloaded:
     arch: str
     before: compiler.Resources
     after: compiler.Resources | None = None
-    error: CompileError | None = None
+    error: Exception | None = None
 
     def __str__(self) -> str:
         def line(r):
@@ -237,27 +249,34 @@ def reload(compile: bool = False) -> list[Reloaded]:
     list of Reloaded
         One entry a changed kernel and architecture, with resources before and, if compiled, after.
     """
-    digests: dict[sources.Source, str] = {}
+    digests: dict[tuple, str] = {}
     changed = []
     for instance in sorted(Instance._all, key=lambda i: i.expression):
         if not instance.compiled:
             continue
-        if instance.source not in digests:
-            digests[instance.source] = sources.digest(instance.source.closure())
-        stale = [a for a, c in instance.compiled.items() if c.digest != digests[instance.source]]
-        entries = [_reload_one(instance, arch, compile) for arch in stale]
-        if any(entry.error is None for entry in entries):
-            instance.generation += 1  # launches look for the new kernel; after a failure they stay with the last good
-        changed += entries
+        key = instance.source, instance.options
+        if key not in digests:
+            digests[key] = _digest_now(*key)
+        stale = [a for a, c in sorted(instance.compiled.items()) if c.digest != digests[key]]
+        if stale:
+            instance.outdate(stale)
+            changed += [_reload_one(instance, arch, compile) for arch in stale]
     return changed
+
+
+def _digest_now(source: sources.Source, options: tuple[str, ...]) -> str:
+    try:
+        return sources.digest(source.closure(options))
+    except (OSError, ValueError):  # deleted or clashing: changed, and the next compilation says how
+        return ""
 
 
 def _reload_one(instance: Instance, arch: str, compile: bool) -> Reloaded:
     before, after, error = instance.compiled[arch].resources, None, None
     if compile:
         try:
-            after = instance.recompile(arch).resources
-        except CompileError as failure:
+            after = instance.compile(arch).resources
+        except (CompileError, OSError, ValueError) as failure:
             error = failure
     return Reloaded(instance.expression, arch, before, after, error)
 

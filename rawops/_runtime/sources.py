@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 
 
 @functools.cache
@@ -19,6 +21,13 @@ def cuda_src() -> Path:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(f"rawops: cuda_src not found beside {_PACKAGE}; reinstall the package")
+
+
+class File(NamedTuple):
+    """One file of a closure: where it is, and the text that the compiler gets."""
+
+    path: Path
+    text: str
 
 
 @dataclass(frozen=True)
@@ -36,44 +45,82 @@ class Source:
     path: str
     text: str | None = None
 
-    def read(self) -> str:
-        """Return the source text as it is now."""
-        return self.text if self.text is not None else Path(self.path).read_text(encoding="utf-8")
+    @property
+    def name(self) -> str:
+        """Return the name that the compiler knows the source by."""
+        return Path(self.path).name.replace('"', "'")
 
-    def closure(self) -> dict[str, str]:
-        """Return the text of the source and of every file it includes with quotes, by the name that asked for it.
+    def closure(self, options: tuple[str, ...] = ()) -> dict[str, File]:
+        """Return the source and every file that it includes, by the name that the compiler is to know each by.
 
         NVRTC is given exactly these texts under these names, so what is hashed is what is compiled and no path of
-        the machine enters a kernel. Conditional includes count whether taken or not; a file that does not exist is
-        left for the compiler to complain about. Two different files under one name raise ValueError.
+        the machine enters a cache key. A header is searched for beside the file that asks for it (with quotes), in
+        the ``-I`` folders of `options` and among the library's sources. It has one name however it was asked for, so
+        that ``#pragma once`` holds. Conditional includes count whether taken or not; a file that does not exist is
+        left for the compiler to complain about, and the CUDA headers are left to it too.
         """
-        texts: dict[str, str] = {}
-        files: dict[str, Path] = {}
-        pending = [(Path(self.path).name, Path(self.path), self.read())]
-        while pending:
-            name, path, text = pending.pop()
-            if name in texts:
-                if files[name] != path:
-                    raise ValueError(f'Kernel: #include "{name}" means both {files[name]} and {path}; rename one')
-                continue
-            texts[name], files[name] = text, path
-            folders = (path.parent, cuda_src()) if self.text is None else (cuda_src(),)
-            for included in _INCLUDE.findall(text):
-                found = next((f / included for f in folders if (f / included).is_file()), None)
-                if found:
-                    found = found.resolve()
-                    pending.append((included, found, found.read_text(encoding="utf-8")))
-        return texts
+        home = None if self.text is not None else Path(self.path).parent
+        searched = [*_include_folders(options), cuda_src()]
+        roots = ([home] if home else []) + searched
+        files: dict[str, File] = {}
+
+        def add(name: str, path: Path, text: str) -> None:
+            files[name] = File(path, text)  # before its includes, which may lead back here
+            beside = [path.parent] if home or name != self.name else []
+
+            def rename(match: re.Match) -> str:
+                directive, quoted, angled = match.groups()
+                found = _find(quoted or angled, [*beside, *searched] if quoted else searched)
+                if found is None:
+                    return match.group()
+                known = self.name if str(found) == self.path else _name_in(roots, found)
+                if known not in files:
+                    add(known, found, _read(found))
+                elif files[known].path != found:
+                    raise ValueError(f'Kernel: "{known}" means both {files[known].path} and {found}; rename one')
+                return f'{directive}"{known}"'
+
+            files[name] = File(path, _INCLUDE.sub(rename, text))
+
+        add(self.name, Path(self.path), self.text if self.text is not None else _read(Path(self.path)))
+        return files
 
 
-def digest(texts: dict[str, str]) -> str:
+def digest(files: dict[str, File]) -> str:
     """Return a hash of a `Source.closure`."""
     hasher = hashlib.sha256()
-    for name, text in sorted(texts.items()):
-        content = text.encode()
-        hasher.update(f"{name}\0{len(content)}\0".encode())
-        hasher.update(content)
+    for name, file in sorted(files.items()):
+        for part in (encode(name), encode(file.text)):
+            hasher.update(b"%d\0" % len(part) + part)
     return hasher.hexdigest()
+
+
+def encode(text: str) -> bytes:
+    """Return text as it was on disk: what is not UTF-8 went through Python as surrogates."""
+    return text.encode(errors="surrogateescape")
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="surrogateescape")
+
+
+def _include_folders(options: tuple[str, ...]) -> list[Path]:
+    joined = re.findall(r"(?:^|\n)(?:-I|--include-path=)\n?(.+)", "\n".join(options))
+    return [Path(os.path.abspath(folder)) for folder in joined]
+
+
+def _find(name: str, folders: list[Path]) -> Path | None:
+    name = os.fsdecode(encode(name))  # file names are bytes, whatever the locale makes of them
+    paths = (Path(os.path.abspath(folder / name)) for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _name_in(roots: list[Path], path: Path) -> str:
+    """Return a name for a header that does not depend on where things are installed."""
+    for root in roots:
+        if path.is_relative_to(root):
+            return path.relative_to(root).as_posix()
+    return path.name
 
 
 def library_source(name: str) -> Source:
@@ -86,7 +133,7 @@ def user_source(path_or_text) -> Source:
     text = str(path_or_text)
     if not isinstance(path_or_text, Path) and ("\n" in text or "{" in text):
         return Source("source.cu", text)
-    path = Path(text).expanduser().resolve()
+    path = Path(os.path.abspath(Path(text).expanduser()))
     if not path.is_file():
         raise FileNotFoundError(f"Kernel: source must be an existing file or CUDA text, got {text!r}")
     return Source(str(path))

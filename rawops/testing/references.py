@@ -98,4 +98,3 @@ def gemm_magnitude(a, b) -> np.ndarray:
 
 def _exact(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
-

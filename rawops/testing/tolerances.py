@@ -86,9 +86,7 @@ def errors(got, reference, dtype, *, k: int = 1, magnitude=None, plain=None) -> 
     # NaN in the difference means NaN on one side only, the worst that can be.
     ratio = np.where(np.isnan(ratio), np.inf, ratio)
     worst = np.unravel_index(np.argmax(ratio), ratio.shape)
-    return Errors(
-        float(np.max(difference)), float(np.max(relative)), tuple(int(i) for i in worst), float(ratio[worst])
-    )
+    return Errors(float(np.max(difference)), float(np.max(relative)), tuple(int(i) for i in worst), float(ratio[worst]))
 
 
 def assert_close(got, reference, dtype, *, k: int = 1, magnitude=None, plain=None) -> None:

@@ -34,19 +34,13 @@ _SHAPES = {
 }
 
 
-def require_whole_warps(ctx, lanes, count: int = 1) -> None:
-    """Raise unless every group of `count` warps that is here is here with all its lanes."""
+def require_whole_warps(ctx, lanes) -> None:
+    """Raise unless every warp that is here is here with all its lanes."""
     warps = lanes.warps
-    if lanes.n == 32 * len(warps):
-        if count == 1 or len(np.unique(warps // count)) * count == len(warps):
-            return
-        present = np.bincount(warps // count, minlength=ctx.L // (32 * count))
-        partial = warps[present[warps // count] != count][0]
-    else:
+    if lanes.n != 32 * len(warps):
         partial = warps[lanes.warp_bits[warps] != 0xFFFFFFFF][0]
-    group = "warp" if count == 1 else f"{count * 32}-thread warpgroup"
-    message = f"all lanes of the {group} have to execute this instruction, some have exited or gone elsewhere"
-    raise ctx.error(BarrierError, message, int(partial) * 32)
+        message = "all lanes of the warp have to execute this instruction, some have exited or gone elsewhere"
+        raise ctx.error(BarrierError, message, int(partial) * 32)
 
 
 def registers_reader(ctx, operands, ptx_type: str):
@@ -98,7 +92,7 @@ def mma(ins, ctx):
         if exclusive:  # popc(a ^ b) is the product with the complement, both ways
             left, right = np.concatenate((left, 1 - left), 2), np.concatenate((1 - right, right), 1)
         put_d(lanes, accumulator_registers(accumulate(left, right, start, d_type, saturate)))
-        ctx.launch.report.count_flops(2 * rows * 8 * k * len(lanes.warps))
+        ctx.launch.report.flops += 2 * rows * 8 * k * len(lanes.warps)
 
     return run
 

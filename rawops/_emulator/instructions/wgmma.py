@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import EmulatorError, RaceError
+from ...errors import BarrierError, EmulatorError, RaceError
 from ..lanes import Lanes
-from ..parser import Imm, Vec
+from ..parser import Imm, Instruction, Vec
 from . import instruction, options, unsupported
+from .asynchronous import is_early
 from .fragments import BITS, PACKED, a_matrix, accumulate, accumulator_registers, accumulators, decode
-from .matrix import registers_reader, registers_writer, require_whole_warps
+from .groups import GroupQueue
+from .matrix import registers_reader, registers_writer
 
 _ROWS = 64
 _K_BYTES = 32  # of every row of an operand, whatever the type
@@ -68,43 +70,217 @@ def operand_chunks(descriptor: int, extent: int, k_major: bool) -> np.ndarray:
 
 @dataclass(slots=True, eq=False)
 class _Chain:
-    """Accumulators that one or more products in flight add to."""
+    """Accumulators (64, N) of one warpgroup that products in flight add to, one after the other."""
 
     values: np.ndarray
     in_flight: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Source:
-    """A shared-memory operand of a product in flight: where it is and what it was at issue."""
-
-    index: np.ndarray
-    bytes: np.ndarray
-
-
-@dataclass(slots=True, eq=False)
 class _Product:
-    """One wgmma.mma_async of one warpgroup."""
+    """One wgmma.mma_async of one warpgroup that has been issued."""
 
     form: _Form
     lanes: Lanes
     chain: _Chain
-    left: np.ndarray
-    right: np.ndarray
+    left: _Tile | np.ndarray
+    right: _Tile
     keep: bool  # scale-d: whether the accumulators take part
-    sources: list[_Source]
+    issued: Instruction
 
 
-@dataclass(slots=True)
-class _Queue:
-    """What a warpgroup has issued: the open group and the committed ones, oldest first."""
+class _Tile:
+    """An operand in shared memory: read and checked at issue, and once more when the product is made.
 
-    open: list[_Product] = field(default_factory=list)
-    groups: list[list[_Product]] = field(default_factory=list)
+    The second look finds what was overwritten, or is about to be by a copy, before `wgmma.wait_group`.
+    """
 
-    def chain(self, registers: tuple) -> _Chain | None:
-        """The chain that is in flight for these accumulator registers."""
-        for product in (p for group in (*self.groups, self.open) for p in group):
-            if product.form.registers == registers:
-                return product.chain
-        return None
+    def __init__(self, ctx, addresses: np.ndarray, owner: int) -> None:
+        self._ctx, self._shape = ctx, addresses.shape
+        self._addresses = addresses.ravel().astype(np.uint64)
+        self._owners = np.full(addresses.size, owner)
+        self._seen = self._fetch()
+
+    def _fetch(self) -> np.ndarray:
+        return self._ctx.shared.fetch(self._addresses, 16, self._owners)
+
+    def bytes(self) -> np.ndarray:
+        """The operand's bytes (rows, row bytes), as they are now."""
+        found = self._fetch()
+        if self._ctx.races is not None and found.tobytes() != self._seen.tobytes():
+            message = "an operand in shared memory was overwritten before wgmma.wait_group"
+            raise self._ctx.error(RaceError, message, int(self._owners[0]))
+        return found.view(np.uint8).reshape(self._shape[0], -1)
+
+
+class _Form:
+    """A decoded wgmma.mma_async: types, shape, and how to get at its operands."""
+
+    def __init__(self, ins, ctx) -> None:
+        self.ctx, self.ins = ctx, ins
+        shape = next((re.fullmatch(r"m64n(\d+)k(\d+)", token) for token in ins.opcode if token[:3] == "m64"), None)
+        self.types = [token for token in ins.opcode if token in BITS or token in ("f32", "s32")]
+        if shape is None or len(self.types) != 3:
+            raise unsupported(ins)
+        options(ins, f"mma_async sync aligned satfinite and popc {shape[0]}", self.types)
+        self.columns, self.k = int(shape[1]), int(shape[2])
+        bits = BITS[self.types[1]]
+        if self.k * bits != 8 * _K_BYTES or self.columns % 8 or not 8 <= self.columns <= 256 or bits == 4:
+            raise unsupported(ins, "shape")
+        self._bind_operands(ins, ctx)
+
+    def _bind_operands(self, ins, ctx) -> None:
+        d, a, b, scale_d, *immediates = ins.operands
+        d_type, a_type, _ = self.types
+        signs, majors = immediates[:2], immediates[2:]
+        if len(d.items) * (2 if d_type == "f16" else 1) * 128 != _ROWS * self.columns:
+            raise unsupported(ins, f"{len(d.items)} accumulator registers")
+        if any(not isinstance(operand, Imm) for operand in immediates):
+            raise unsupported(ins, "scale and transpose operands have to be constants")
+        self.registers = tuple(item.name for item in d.items)
+        word = PACKED.get(d_type, d_type)
+        self.get_d, self.put_d = registers_reader(ctx, d.items, word), registers_writer(ctx, d.items, word)
+        self._poison = registers_writer(ctx, d.items, "b32")
+        self._get_d_bits = registers_reader(ctx, d.items, "b32")
+        self.a_in_registers = isinstance(a, Vec)
+        self._get_a = registers_reader(ctx, a.items, "b32") if self.a_in_registers else ctx.reader(a, "u64")
+        self._get_b = ctx.reader(b, "u64")
+        self._get_scale = ctx.reader(scale_d, "pred")
+        self._sign = float(np.prod([int(operand.value("s32")) for operand in signs]))
+        flags = [int(operand.value("s32")) == 0 for operand in majors]
+        self._a_k_major = flags[0] if len(flags) == 2 else True
+        self._b_k_major = flags[-1] if flags else True
+        if not (self._a_k_major and self._b_k_major) and BITS[a_type] != 16:
+            raise unsupported(ins, "only 16-bit operands can be transposed")
+
+    def issue(self, lanes: Lanes, queue: GroupQueue[_Product]) -> _Product:
+        """Read what is read at issue, for one warpgroup; queue the product."""
+        ctx, owner = self.ctx, int(lanes.ids[0])
+        if self.a_in_registers:
+            left = a_matrix(self._get_a(lanes), self.types[1], 16).reshape(_ROWS, self.k)
+        else:
+            left = _Tile(ctx, self._chunks(self._get_a(lanes), _ROWS, self._a_k_major, owner), owner)
+        right = _Tile(ctx, self._chunks(self._get_b(lanes), self.columns, self._b_k_major, owner), owner)
+        keep = bool(np.broadcast_to(self._get_scale(lanes), lanes.n)[0])
+        chain = next((p.chain for p in queue if p.form.registers == self.registers), None)
+        if chain is None:
+            chain = _Chain(accumulators(self.get_d(lanes), 16).reshape(_ROWS, self.columns))
+            self._poison(lanes, np.full((len(self.registers), lanes.n), _PENDING))
+        chain.in_flight += 1
+        product = _Product(self, lanes, chain, left, right, keep, self.ins)
+        queue.open.append(product)
+        return product
+
+    def _chunks(self, descriptors, extent: int, k_major: bool, owner: int) -> np.ndarray:
+        descriptor = int(np.broadcast_to(descriptors, 128)[0])
+        if (descriptors != descriptor).any():
+            raise self.ctx.error(EmulatorError, "the threads of the warpgroup give different descriptors", owner)
+        if descriptor >> 49 & 7:
+            raise unsupported(self.ins, "a matrix descriptor with a base offset")
+        return operand_chunks(descriptor, extent, k_major)
+
+    def land(self, product: _Product) -> None:
+        """Carry out the product; the last one of a chain writes the registers."""
+        d_type, a_type, b_type = self.types
+        left, right = product.left, decode(product.right.bytes(), b_type)
+        if not self.a_in_registers:
+            left = decode(left.bytes(), a_type)
+            left = left if self._a_k_major else left.T
+        chain = product.chain
+        start = chain.values if product.keep else np.zeros_like(chain.values)
+        if self._sign < 0:
+            left = -left
+        saturate = "satfinite" in self.ins.opcode
+        chain.values = accumulate(left, right.T if self._b_k_major else right, start, d_type, saturate)
+        chain.in_flight -= 1
+        if not chain.in_flight:
+            self._write(product)
+
+    def _write(self, product: _Product) -> None:
+        if (self._get_d_bits(product.lanes) != _PENDING).any():
+            message = "accumulator registers of a wgmma in flight were written before wgmma.wait_group"
+            raise self.ctx.error(RaceError, message, int(product.lanes.ids[0]), product.issued)
+        matrices = product.chain.values.reshape(4, 16, self.columns)
+        self.put_d(product.lanes, accumulator_registers(matrices))
+
+
+def _warpgroups(ctx, lanes: Lanes) -> list[Lanes]:
+    """The warpgroups that are here, each of which has to be complete."""
+    first = lanes.ids[::128]
+    if lanes.n % 128 or (lanes.ids[127::128] - first != 127).any() or (ctx.thread_of[first] % 128).any():
+        message = "all lanes of the warpgroup have to execute this instruction, some have exited or gone elsewhere"
+        raise ctx.error(BarrierError, message, int(first[0]))
+    return [lanes] if lanes.n == 128 else [Lanes(ctx, ids) for ids in lanes.ids.reshape(-1, 128)]
+
+
+def _queue(ctx, group: Lanes) -> GroupQueue[_Product]:
+    return ctx.state("wgmma", dict).setdefault(int(group.ids[0]), GroupQueue())
+
+
+@instruction("wgmma.mma_async", scope="warpgroup", kind="matrix")
+def mma_async(ins, ctx):
+    """D = A * B + D, 64 rows, one warpgroup; A in shared memory or registers, B in shared memory."""
+    form = _Form(ins, ctx)
+    early = is_early(ctx)
+    flops = 2 * _ROWS * form.columns * form.k
+
+    def run(lanes) -> None:
+        for group in _warpgroups(ctx, lanes):
+            queue = _queue(ctx, group)
+            product = form.issue(group, queue)
+            if early:
+                form.land(product)
+                queue.open.pop()
+            ctx.launch.report.flops += flops
+
+    return run
+
+
+@instruction("wgmma.fence", scope="warpgroup", kind="matrix")
+def fence(ins, ctx):
+    """Order register accesses before the products that follow: they are in order here."""
+    options(ins, "fence sync aligned")
+    return lambda lanes: None
+
+
+@instruction("wgmma.commit_group", scope="warpgroup", kind="matrix")
+def commit_group(ins, ctx):
+    """Close the open group of products."""
+    options(ins, "commit_group sync aligned")
+
+    def run(lanes) -> None:
+        for group in _warpgroups(ctx, lanes):
+            _queue(ctx, group).commit()
+
+    return run
+
+
+@instruction("wgmma.wait_group", scope="warpgroup", kind="matrix")
+def wait_group(ins, ctx):
+    """Carry out all groups but the N youngest; what its warps read is then read by all four of them."""
+    options(ins, "wait_group sync aligned")
+    pending = int(ins.operands[0].value("u32"))
+
+    def run(lanes) -> None:
+        for group in _warpgroups(ctx, lanes):
+            for product in _queue(ctx, group).drain(pending):
+                product.form.land(product)
+            if ctx.races is not None:
+                agents = ctx.races.agents(group.warps)
+                ctx.races.acquire(agents, ctx.races.release(agents).max(axis=0))
+
+    return run
+
+
+@instruction("setmaxnreg", scope="warpgroup", kind="control")
+def setmaxnreg(ins, ctx):
+    """Registers of a warpgroup: nothing to do, but the rules on the count are hardware's."""
+    options(ins, "inc dec sync aligned u32")
+    count = int(ins.operands[0].value("u32"))
+    if count % 8 or not 24 <= count <= 256:
+        raise ctx.error(EmulatorError, f"the register count must be a multiple of 8 from 24 to 256, got {count}")
+
+    def run(lanes) -> None:
+        _warpgroups(ctx, lanes)
+
+    return run

@@ -1,0 +1,198 @@
+// D = activation(alpha * acc + beta * c + bias) + residual, in registers, before the only write of D.
+#pragma once
+#include "copy.cuh"
+
+namespace rawops {
+
+// The numbers are those of ACTIVATIONS in gemm.py. swiglu takes two halves of the columns, silu(gate) * up.
+enum Activation : int { kIdentity, kRelu, kGelu, kGeluTanh, kSilu, kSwiglu };
+
+// Safe for every value: where exp overflows, x / inf is the right 0. The limit at -inf is taken, 0; NaN stays NaN.
+template <int kActivation, class V> __device__ inline V activate(V x, V up) {
+    if constexpr (kActivation == kIdentity) return x;
+    x = x < V(-1e4) ? V(-1e4) : x;
+    if constexpr (kActivation == kRelu) return x < V(0) ? V(0) : x;
+    if constexpr (kActivation == kGelu) return x * normcdf(x);
+    if constexpr (kActivation == kGeluTanh) {
+        // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative u.
+        const V twice_u = V(1.5957691216057308) * (x + V(0.044715) * x * x * x);
+        return x / (V(1) + exp(-twice_u));
+    }
+    const V silu = x / (V(1) + exp(-x));
+    return kActivation == kSwiglu ? silu * up : silu;
+}
+
+// Strides in elements; the batch axes are collapsed to three.
+struct Strides {
+    int64_t row, col, batch[3];
+
+    __device__ int64_t offset(const int (&index)[3]) const {
+        return batch[0] * index[0] + batch[1] * index[1] + batch[2] * index[2];
+    }
+};
+
+// A number, or a 0-d array that is read on the device.
+struct Scalar {
+    const void* pointer;
+    double value;
+    int64_t type;  // of the array: the index in SCALAR_TYPES of gemm.py
+
+    __device__ double read() const {
+        if (pointer == nullptr) return value;
+        if (type == 0) return *static_cast<const float*>(pointer);
+        if (type == 1) return *static_cast<const double*>(pointer);
+        if (type == 2) return __half2float(*static_cast<const __half*>(pointer));
+        return __bfloat162float(*static_cast<const __nv_bfloat16*>(pointer));
+    }
+};
+
+// What changes from call to call ...
+struct EpilogueCall {
+    void* out;
+    const void *c, *bias, *residual;  // null where absent
+    Scalar beta;
+};
+
+// ... and what a plan keeps.
+struct EpilogueShape {
+    Strides out, c, residual;
+    int64_t bias_stride;
+    int rows, cols;  // of D: cols is N / 2 for swiglu
+    int out_flags, c_flags, bias_flags, residual_flags;
+};
+
+enum OperandFlags : int { kAligned = 1, kFloat32 = 2 };  // groups may move as one vector; stored as float32, not T
+
+// Reads `count` of WIDTH neighbouring elements.
+template <class T, class V, int WIDTH>
+__device__ inline void read_group(V (&values)[WIDTH], const void* pointer, int64_t offset, int64_t stride, int count,
+                                  bool aligned) {
+    const T* source = static_cast<const T*>(pointer) + offset;
+    if (aligned && count == WIDTH) {
+        const auto group = *reinterpret_cast<const Vector<T, WIDTH>*>(source);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) values[i] = widen(group.data[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) values[i] = i < count ? V(widen(source[i * stride])) : V(0);
+    }
+}
+
+template <class T, class Out, int kActivation> class Epilogue {
+public:
+    using Value = Accumulator<T>;
+    static constexpr int WIDTH = 16 / int(sizeof(Value));  // columns that a thread finishes together
+    static constexpr bool kGated = kActivation == kSwiglu;
+    using Group = Value[WIDTH];
+
+    __device__ Epilogue(const EpilogueCall& call_, const EpilogueShape& shape_, const int (&batch)[3], Value alpha_)
+        : call(call_),
+          shape(shape_),
+          out(static_cast<Out*>(call_.out) + shape_.out.offset(batch)),
+          c_batch(shape_.c.offset(batch)),
+          residual_batch(shape_.residual.offset(batch)),
+          alpha(alpha_),
+          beta(call_.c == nullptr ? Value(0) : Value(call_.beta.read())) {}
+
+    // Finishes columns n .. n + WIDTH - 1 of row m; what lies outside D is left alone.
+    __device__ void finish(int m, int n, Group& value, Group& up) const {
+        const int count = min_of(shape.cols - n, WIDTH);
+        if (m >= shape.rows || count <= 0) return;
+        add_linear_terms(m, n, count, value);
+        if constexpr (kGated) add_linear_terms(m, n + shape.cols, count, up);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) value[i] = activate<kActivation>(value[i], up[i]);
+        if (call.residual != nullptr) {
+            Group residual;
+            read(residual, call.residual, residual_batch + m * shape.residual.row + n * shape.residual.col,
+                 shape.residual.col, count, shape.residual_flags);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) value[i] += residual[i];
+        }
+        write(m, n, count, value);
+    }
+
+private:
+    const EpilogueCall& call;
+    const EpilogueShape& shape;
+    Out* out;
+    int64_t c_batch, residual_batch;
+    Value alpha, beta;
+
+    static __device__ void read(Group& values, const void* pointer, int64_t offset, int64_t stride, int count, int flags) {
+        if (flags & kFloat32) read_group<float>(values, pointer, offset, stride, count, flags & kAligned);
+        else read_group<T>(values, pointer, offset, stride, count, flags & kAligned);
+    }
+
+    __device__ void add_linear_terms(int m, int64_t n, int count, Group& value) const {
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) value[i] *= alpha;
+        if (beta != Value(0)) {  // also false when c is absent
+            Group c;
+            read(c, call.c, c_batch + m * shape.c.row + n * shape.c.col, shape.c.col, count, shape.c_flags);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) value[i] += beta * c[i];
+        }
+        if (call.bias != nullptr) {
+            Group bias;
+            read(bias, call.bias, n * shape.bias_stride, shape.bias_stride, count, shape.bias_flags);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) value[i] += bias[i];
+        }
+    }
+
+    __device__ void write(int m, int n, int count, const Group& value) const {
+        Out* destination = out + m * shape.out.row + n * shape.out.col;
+        if ((shape.out_flags & kAligned) && count == WIDTH) {
+            Vector<Out, WIDTH> group;
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) group.data[i] = narrow<Out>(value[i]);
+            *reinterpret_cast<Vector<Out, WIDTH>*>(destination) = group;
+        } else {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                if (i < count) destination[i * shape.out.col] = narrow<Out>(value[i]);
+            }
+        }
+    }
+};
+
+// Finishes the accumulators of an MmaTile. Each warp passes its rows through its own corner of shared memory, 16 at a
+// time, so that lanes end up with neighbouring columns and global accesses coalesce. n_begin counts columns of D.
+template <class Tile, class Epilogue>
+__device__ inline void finish_tile(const typename Tile::Accumulators& acc, const Epilogue& epilogue, void* shared,
+                                   int m_begin, int n_begin, int thread) {
+    using Value = typename Epilogue::Value;
+    using Slab = SharedTile<Value, 16, Tile::WARP_N>;
+    constexpr int WIDTH = Epilogue::WIDTH, HALF = Tile::WARP_N / 2;
+    constexpr int GROUPS = (Epilogue::kGated ? HALF : Tile::WARP_N) / WIDTH;
+    const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+    char* slab = static_cast<char*>(shared) + warp * Slab::BYTES;
+    auto at = [&](int row, int col) { return reinterpret_cast<Value*>(slab + Slab::offset(row, col)); };
+    m_begin += warp / Tile::WARPS_N * Tile::WARP_M;
+    n_begin += warp % Tile::WARPS_N * (GROUPS * WIDTH);
+
+#pragma unroll
+    for (int i = 0; i < Tile::ATOMS_M; ++i) {
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < Tile::ATOMS_N; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                *reinterpret_cast<Vector<Value, 2>*>(at(lane / 4 + half * 8, j * 8 + lane % 4 * 2)) = {
+                    acc[i][j][half * 2], acc[i][j][half * 2 + 1]};
+            }
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int group = lane; group < 16 * GROUPS; group += kWarpSize) {
+            const int row = group / GROUPS, col = group % GROUPS * WIDTH;
+            auto value = *reinterpret_cast<Vector<Value, WIDTH>*>(at(row, col));
+            auto up = value;
+            if constexpr (Epilogue::kGated) up = *reinterpret_cast<Vector<Value, WIDTH>*>(at(row, HALF + col));
+            epilogue.finish(m_begin + i * 16 + row, n_begin + col, value.data, up.data);
+        }
+    }
+}
+
+}  // namespace rawops

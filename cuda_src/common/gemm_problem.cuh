@@ -1,0 +1,45 @@
+// The parameters of every GEMM kernel, as gemm.py packs them, and the order in which blocks take the tiles.
+#pragma once
+#include "epilogue.cuh"
+
+namespace rawops {
+
+struct GemmCall {
+    const void *a, *b;
+    Scalar alpha;
+    EpilogueCall epilogue;
+};
+
+struct GemmShape {
+    Strides a, b;  // a: row is M, col is K; b: row is K, col is N
+    EpilogueShape epilogue;
+    int64_t partial_stride;  // elements between the partial results of two slices of K; 0: D is written at once
+    int M, N, K, k_per_split;
+    int batches, batch_extent[3];
+
+    __device__ void batch_index(int batch, int (&index)[3]) const {
+        index[2] = batch % batch_extent[2];
+        index[1] = batch / batch_extent[2] % batch_extent[1];
+        index[0] = batch / batch_extent[2] / batch_extent[1];
+    }
+};
+
+struct GemmParams {
+    GemmCall call;    // changes from call to call
+    GemmShape shape;  // kept by a plan
+};
+
+struct TileIndex {
+    int m, n;
+};
+
+// Blocks that run together cover few rows and few columns of tiles, so that their operands stay in the L2.
+__device__ inline TileIndex grouped_raster(int index, int tiles_m, int tiles_n) {
+    constexpr int GROUP = 8;
+    const int group = index / (GROUP * tiles_n);
+    const int rows = min_of(tiles_m - group * GROUP, GROUP);
+    const int rest = index - group * GROUP * tiles_n;
+    return {group * GROUP + rest % rows, rest / rows};
+}
+
+}  // namespace rawops

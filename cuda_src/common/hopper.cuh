@@ -1,0 +1,168 @@
+// Hopper's asynchronous machinery: mbarriers, the ring of stages, tensor memory access (TMA), register budgets.
+#pragma once
+#include "copy.cuh"
+
+namespace rawops {
+
+constexpr int kWarpGroupSize = 128;
+
+// A tensor map, encoded on the host. As a kernel parameter it must be __grid_constant__.
+struct alignas(64) TensorMap {
+    uint64_t opaque[16];
+};
+
+// --- mbarrier: all functions take its shared address ----------------------------------------------------------------
+
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the TMA unit; a __syncthreads() must follow for the other threads.
+__device__ inline void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives and keeps the phase open until copies have brought `bytes`.
+__device__ inline void barrier_arrive_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits for the end of the phase with this parity. Before the first phase has ended, that with parity 1 counts as over.
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+    constexpr uint32_t kSuspendNanoseconds = 0x989680;  // a hint: the hardware wakes the thread much earlier
+    uint32_t done;
+    do {
+        asm volatile(
+            "{\n"
+            ".reg .pred over;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2, %3;\n"
+            "selp.u32 %0, 1, 0, over;\n"
+            "}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity), "r"(kSuspendNanoseconds)
+            : "memory");
+    } while (!done);
+}
+
+// --- the ring of stages ---------------------------------------------------------------------------------------------
+
+// Two barriers a stage: `full` ends a phase when the copies have landed, `empty` when every consumer has let go.
+template <int STAGES> struct RingBarriers {
+    static constexpr int BYTES = STAGES * 16;
+    uint32_t base;
+
+    __device__ uint32_t full(int stage) const { return base + stage * 8; }
+    __device__ uint32_t empty(int stage) const { return base + (STAGES + stage) * 8; }
+
+    // By one thread; a __syncthreads() must follow.
+    __device__ void init(int consumers) const {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(full(stage), 1);
+            barrier_init(empty(stage), consumers);
+        }
+        barrier_init_fence();
+    }
+};
+
+// Where a producer or a consumer stands. A consumer waits for full(stage) with `phase`, a producer for empty(stage)
+// with `phase ^ 1`, which falls through on the first round.
+template <int STAGES> struct RingPosition {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    __device__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+    __device__ void skip(int count) {
+        stage += count;
+        phase ^= stage / STAGES & 1;
+        stage %= STAGES;
+    }
+};
+
+// --- TMA ------------------------------------------------------------------------------------------------------------
+
+// Coordinates count elements, innermost axis first.
+struct TensorCoordinates {
+    int at[5];
+};
+
+// Copies a box to shared memory. What lies outside the tensor reads as zero and counts at the barrier like the rest.
+__device__ inline void tma_load(uint32_t destination, const TensorMap& map, const TensorCoordinates& from,
+                                uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+        "[%7];" ::"r"(destination),
+        "l"(&map), "r"(from.at[0]), "r"(from.at[1]), "r"(from.at[2]), "r"(from.at[3]), "r"(from.at[4]), "r"(barrier)
+        : "memory");
+}
+
+// Copies a box from shared memory; what lies outside the tensor is not written.
+__device__ inline void tma_store(const TensorMap& map, const TensorCoordinates& to, uint32_t source) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
+        "r"(to.at[0]), "r"(to.at[1]), "r"(to.at[2]), "r"(to.at[3]), "r"(to.at[4]), "r"(source)
+        : "memory");
+}
+
+__device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's committed stores have read their source, which may then be written again.
+__device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Waits until this thread's committed stores are complete.
+__device__ inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Orders this thread's writes to shared memory before what TMA or wgmma reads there after the next barrier.
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ inline void prefetch_tensor_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// --- warpgroups -----------------------------------------------------------------------------------------------------
+
+// Every warp of a warpgroup calls it; needs __launch_bounds__ with one block an SM.
+template <int COUNT> __device__ inline void release_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ inline void claim_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// A barrier of one warpgroup; id 0 is that of __syncthreads().
+__device__ inline void sync_warp_group(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kWarpGroupSize) : "memory");
+}
+
+// --- swizzled tiles -------------------------------------------------------------------------------------------------
+
+// Byte offset in a box as TMA lays it out: rows of ROW_BYTES (32, 64 or 128), swizzled over as many. Eight neighbouring
+// rows of one 16-byte chunk hit eight different banks. The box must start at a multiple of 8 * ROW_BYTES.
+template <int ROW_BYTES> __device__ inline int swizzled_offset(int row, int chunk) {
+    static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "the swizzles of TMA");
+    return row * ROW_BYTES + ((chunk ^ (row * ROW_BYTES / 128 & (ROW_BYTES / 16 - 1))) << 4);
+}
+
+// Stores four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+__device__ inline uint32_t pack(__half2 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
+__device__ inline uint32_t pack(__nv_bfloat162 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
+template <class T> __device__ inline uint32_t narrow_pair(float low, float high) {
+    if constexpr (is_same<T, __half>) return pack(__floats2half2_rn(low, high));
+    else return pack(__floats2bfloat162_rn(low, high));
+}
+
+}  // namespace rawops

@@ -1,0 +1,43 @@
+// The shape of a block's work, and the ring of shared-memory stages: cp.async fills the later stages while the block works on the current one.
+#pragma once
+#include "copy.cuh"
+
+namespace rawops {
+
+// The part of a product that one block computes, and the warps that share it out.
+template <int BLOCK_M_, int BLOCK_N_, int BLOCK_K_, int STAGES_, int WARPS_M_, int WARPS_N_> struct TileShape {
+    static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_, BLOCK_K = BLOCK_K_, STAGES = STAGES_;
+    static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, THREADS = WARPS_M * WARPS_N * kWarpSize;
+    static constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_N = BLOCK_N / WARPS_N;
+};
+
+// For each of `blocks` slices: fetch(stage, block) starts the copies, store(stage) completes what went through
+// registers, multiply(stage) consumes. fetch is also called for slices past the last one and must then read nothing.
+// After it no copy is pending and all threads may reuse the ring.
+template <int STAGES, int STAGE_BYTES, class Fetch, class Store, class Multiply>
+__device__ inline void run_ring(uint32_t ring, int blocks, Fetch fetch, Store store, Multiply multiply) {
+    static_assert(STAGES >= 2, "one stage is read while the next is filled");
+#pragma unroll 1
+    for (int block = 0; block < STAGES - 1; ++block) {
+        fetch(ring + block * STAGE_BYTES, block);
+        store(ring + block * STAGE_BYTES);
+        cp_async_commit();
+    }
+    uint32_t current = ring, filled = ring + (STAGES - 1) * STAGE_BYTES;
+    const uint32_t last = filled;
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();  // this stage is visible to all, and all have left the one that is filled next
+        fetch(filled, block + STAGES - 1);
+        cp_async_commit();
+        multiply(current);
+        store(filled);
+        filled = current;
+        current = current == last ? ring : current + STAGE_BYTES;
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+}
+
+}  // namespace rawops

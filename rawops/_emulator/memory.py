@@ -1,0 +1,228 @@
+"""Global memory: arrays mapped into one address space with gaps between them."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import MemoryFault
+from .spaces import Piece, Space, refuse_misaligned
+from .types import UINT
+
+if TYPE_CHECKING:
+    from .context import Context
+
+_PAGE = 4096
+_FIRST = 0x7_0000_0000
+_GAP = 1 << 20  # unmapped between allocations, so that an index that is off faults
+_TOMBSTONES = 4096  # freed allocations remembered, for the sake of messages
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """The memory of one root buffer.
+
+    Attributes
+    ----------
+    base, size, host : int
+        Where it lies, how long it is, and where it is in this process.
+    name : str
+        Shape and dtype of what was mapped last, for messages.
+    readable, writable : list of (int, int)
+        Disjoint ascending address ranges covered by the views (the writable views) passed to launches.
+        The rest of the buffer is as unmapped to a kernel as the gaps are.
+    views : dict
+        For each access size: the address of element 0 and the storage as elements of that size.
+    """
+
+    base: int
+    size: int
+    host: int
+    name: str
+    readable: list[tuple[int, int]] = field(default_factory=list)
+    writable: list[tuple[int, int]] = field(default_factory=list)
+    views: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
+    alive: bool = True
+
+    def make_views(self) -> None:
+        """Views by address: they must not keep the array alive."""
+        raw = np.frombuffer((ctypes.c_uint8 * self.size).from_address(self.host), np.uint8)
+        for size, dtype in UINT.items():
+            skip = -self.base % size
+            count = max(self.size - skip, 0) // size
+            self.views[size] = self.base + skip, raw[skip : skip + count * size].view(dtype)
+
+    def bury(self) -> None:
+        """The array is gone."""
+        self.alive = False
+        self.views.clear()
+
+
+class GlobalMemory:
+    """The global memory of an emulated device; it has to live as long as addresses into it do."""
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+        self._starts: list[int] = []
+        self._by_root: dict[int, Segment] = {}
+        self._next = _FIRST
+
+    def map(self, array: np.ndarray) -> int:
+        """The address of an array's first element.
+
+        The array is used in place: stores change it, and views of one buffer alias. Only the bytes between
+        its lowest and its highest element become accessible, and only for reading if it is read-only. When
+        the array that owns the buffer is gone, accesses raise.
+        """
+        root = _root(array)
+        segment = self._by_root.get(id(root))
+        if segment is None or not segment.alive:
+            segment = self._add(root)
+        segment.name = f"{array.dtype} array of shape {array.shape}"
+        low, high = _extent(array)
+        if array.size:
+            span = segment.base + low - segment.host, segment.base + high - segment.host
+            _join(segment.readable, span)
+            if array.flags.writeable:
+                _join(segment.writable, span)
+        return segment.base + array.ctypes.data - segment.host
+
+    def find(self, address: int) -> Segment | None:
+        """The last segment that starts at or before an address."""
+        at = bisect_right(self._starts, address)
+        return self._segments[at - 1] if at else None
+
+    def nearest(self, address: int) -> Segment | None:
+        """The segment closest to an address."""
+        at = bisect_right(self._starts, address)
+        around = self._segments[max(at - 1, 0) : at + 1]
+        return min(around, key=lambda s: max(s.base - address, address - s.base - s.size + 1), default=None)
+
+    def _add(self, root: np.ndarray) -> Segment:
+        low, high = _extent(root)
+        base = self._next + (low - self._next) % _PAGE
+        segment = Segment(base, high - low, low, "")
+        segment.make_views()
+        self._next = base + segment.size + _GAP
+        if len(self._segments) > _TOMBSTONES:
+            self._segments = [s for s in self._segments if s.alive]
+            self._starts = [s.base for s in self._segments]
+        self._segments.append(segment)
+        self._starts.append(base)
+        self._by_root[id(root)] = segment
+        weakref.finalize(root, segment.bury).atexit = False
+        return segment
+
+
+class GlobalSpace(Space):
+    """Global memory as one launch sees it."""
+
+    def __init__(self, ctx: Context, memory: GlobalMemory) -> None:
+        super().__init__(ctx)
+        self._memory = memory
+
+    def locate(self, addresses: np.ndarray, size: int, owners: np.ndarray, access: str) -> list[Piece]:
+        refuse_misaligned(self.ctx, addresses, size, owners)
+        write = not access.endswith("load")
+        if self.ctx.launch.check:
+            self.ctx.launch.report.global_access(self.ctx, addresses, size, owners, write)
+        low, high = int(addresses.min()), int(addresses.max())
+        segment = self._memory.find(low)
+        if segment is not None and segment.alive:
+            for start, end in segment.writable if write else segment.readable:
+                if start <= low and high + size <= end:
+                    return [_piece(segment, addresses, size, None)]
+        return self._locate_each(addresses, size, owners, write)
+
+    def _locate_each(
+        self, addresses: np.ndarray, size: int, owners: np.ndarray, write: bool
+    ) -> list[Piece]:
+        """Accesses to several allocations, or to none."""
+        pieces = []
+        left = np.arange(len(addresses))
+        while len(left):
+            there = addresses[left]
+            segment = self._memory.find(int(there[0]))
+            inside = np.zeros(len(left), bool)
+            if segment is not None and segment.alive:
+                for start, end in segment.writable if write else segment.readable:
+                    inside |= (there >= start) & (there + np.uint64(size) <= end)
+            if not inside[0]:
+                raise self._fault(int(there[0]), size, int(owners[left[0]]), write)
+            pieces.append(_piece(segment, there[inside], size, left[inside]))
+            left = left[~inside]
+        return pieces
+
+    def _fault(self, address: int, size: int, owner: int, write: bool) -> MemoryFault:
+        """What is wrong with an address, and which allocation it is near."""
+        verb = "store" if write else "load"
+        segment = self._memory.nearest(address)
+        if segment is None:
+            where = "nothing is mapped"
+        elif not segment.alive and segment.base <= address < segment.base + segment.size:
+            where = f"it lies in a {segment.name} that has been freed"
+        else:
+            where = _distance(segment, address, size, write)
+        return self.ctx.error(
+            MemoryFault, f"{size}-byte {verb} at 0x{address:x} is out of bounds: {where}", owner
+        )
+
+
+def _distance(segment: Segment, address: int, size: int, write: bool) -> str:
+    """Where an address lies relative to the mapped part of a segment."""
+    if write and any(start <= address and address + size <= end for start, end in segment.readable):
+        return f"the {segment.name} there is read-only"
+    freed = "" if segment.alive else " that has been freed"
+    if not segment.readable:
+        return f"it is near an empty {segment.name}{freed}"
+    start, end = min(segment.readable, key=lambda r: max(r[0] - address, address + size - r[1]))
+    if address < start:
+        return f"it starts {start - address} bytes before a {segment.name}{freed}"
+    return f"it ends {address + size - end} bytes past the end of a {segment.name}{freed}"
+
+
+def _piece(segment: Segment, addresses: np.ndarray, size: int, where: np.ndarray | None) -> Piece:
+    origin, view = segment.views[size]
+    index = addresses - np.uint64(origin)
+    if size > 1:
+        index >>= np.uint64(size.bit_length() - 1)
+    return view, index.view(np.int64), where
+
+
+def _root(array: np.ndarray) -> np.ndarray:
+    """The array that owns the buffer."""
+    while True:
+        base = array.base
+        if not isinstance(base, np.ndarray):
+            base = getattr(base, "base", None)  # as_strided puts a wrapper in between
+        if not isinstance(base, np.ndarray):
+            return array
+        array = base
+
+
+def _extent(array: np.ndarray) -> tuple[int, int]:
+    """The addresses in this process of an array's lowest byte and the end of its highest element."""
+    low = high = array.ctypes.data
+    if array.size:
+        reach = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+        low += sum(r for r in reach if r < 0)
+        high += sum(r for r in reach if r > 0) + array.itemsize
+    return low, high
+
+
+def _join(ranges: list[tuple[int, int]], new: tuple[int, int]) -> None:
+    """Add a range to disjoint ascending ones, in place."""
+    if any(start <= new[0] and new[1] <= end for start, end in ranges):
+        return
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted([*ranges, new]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    ranges[:] = merged

@@ -1,0 +1,622 @@
+"""PTX text to decoded instructions."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedPTX
+from .shared import SHARED_BASE
+from .types import DTYPE, PACKED, SIZE
+
+# ---- operands ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reg:
+    """A register. Names declared in an inner scope carry a suffix that makes them unique."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """A negated predicate, ``!%p1``."""
+
+    operand: Reg
+
+
+@dataclass(frozen=True, slots=True)
+class Imm:
+    """A constant: an int, or the bits of a float constant with its size (``0f...`` 4, ``0d...`` 8)."""
+
+    number: int | float
+    float_size: int = 0
+
+    def value(self, ptx_type: str) -> Any:
+        """The constant as a NumPy scalar of a type (an array of two for packed types)."""
+        dtype = DTYPE[ptx_type]
+        if ptx_type in PACKED:
+            return np.array([int(self.number) & 0xFFFFFFFF], np.uint32).view(dtype)
+        if self.float_size:
+            exact = np.frombuffer(int(self.number).to_bytes(self.float_size, "little"), f"f{self.float_size}")
+            return exact[0].astype(dtype) if dtype.kind == "f" and self.float_size != dtype.itemsize else (
+                exact.view(dtype)[0] if self.float_size == dtype.itemsize else dtype.type(int(self.number))
+            )
+        if dtype.kind == "f":
+            return dtype.type(self.number)
+        if dtype.kind == "b":
+            return np.bool_(self.number)
+        size = dtype.itemsize
+        return np.frombuffer((int(self.number) & ((1 << 8 * size) - 1)).to_bytes(size, "little"), dtype)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A special register, as ``%tid.x``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sym:
+    """The name of a variable or function, plus a constant offset."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Vec:
+    """A vector of operands, ``{a, b}``."""
+
+    items: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two destinations, ``d|p``."""
+
+    first: Operand
+    second: Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """The destination ``_``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mem:
+    """An address in brackets: ``[base + offset]``, and the coordinates of ``[map, {x, y}]`` as `extra`."""
+
+    base: Reg | Sym | Imm
+    offset: int = 0
+    extra: tuple[Operand, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Operands in parentheses, as in a call."""
+
+    items: tuple[Operand, ...]
+
+
+Operand = Reg | Not | Imm | Special | Sym | Vec | Pair | Sink | Mem | Group
+
+
+# ---- the program ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A source line."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else "unknown line"
+
+
+@dataclass(slots=True, eq=False)
+class Instruction:
+    """One decoded instruction.
+
+    Attributes
+    ----------
+    opcode : tuple of str
+        The opcode split at its dots: ``("ld", "global", "v4", "f32")``.
+    guard : (Reg, bool) or None
+        Predicate of ``@%p`` and whether it is negated.
+    targets : tuple of int
+        For branches and calls: the indices they may go to.
+    index : int
+        Position in `Program.instructions`.
+    """
+
+    opcode: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    guard: tuple[Reg, bool] | None
+    place: Place
+    text: str
+    index: int
+    function: str
+    targets: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Variable:
+    """A variable in some state space. `address` is its offset there; `data` its initial bytes if any."""
+
+    name: str
+    space: str
+    size: int
+    align: int
+    data: bytes | None = None
+    address: int = 0
+    relocations: dict[int, Sym] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Function:
+    """A function: where it starts and its parameters by name, in order."""
+
+    name: str
+    entry: bool
+    start: int = -1
+    params: list[Variable] = field(default_factory=list)
+    returns: list[Variable] = field(default_factory=list)
+    cluster: tuple[int, int, int] = (1, 1, 1)
+
+
+@dataclass(slots=True)
+class Program:
+    """A decoded kernel with everything it can call.
+
+    Attributes
+    ----------
+    sizes : dict
+        Bytes used of each space that has a layout: "shared" (static), "local", "const", "param".
+    dynamic_shared : bool
+        Name of an ``extern`` shared array, which follows the static ones.
+    storage : dict
+        Module-scope variables as bytes: they keep their values from launch to launch.
+    """
+
+    entry: Function
+    target: str
+    instructions: list[Instruction]
+    functions: dict[str, Function]
+    variables: dict[str, Variable]
+    sizes: dict[str, int]
+    dynamic_shared: str | None
+    storage: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(ptx: str, entry: str) -> Program:
+        """Decode a kernel from PTX text; cached by the text and the name of the entry."""
+        return _parse(_Text(ptx), entry)
+
+    @property
+    def cluster(self) -> tuple[int, int, int]:
+        """Cluster shape that the kernel was compiled for."""
+        return self.entry.cluster
+
+
+class _Text:
+    """PTX hashed by its digest, so that the cache need not compare megabytes."""
+
+    def __init__(self, ptx: str) -> None:
+        self.ptx = ptx
+        self.digest = hashlib.sha256(ptx.encode()).digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Text) and self.digest == other.digest
+
+
+@lru_cache(maxsize=64)
+def _parse(text: _Text, entry: str) -> Program:
+    return _Parser(text.ptx, entry).program()
+
+
+# ---- the parser ----------------------------------------------------------------------------------------
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_STATEMENT = re.compile(
+    r"""\s*(?:
+      (?P<loc>\.loc\s+(?P<file>\d+)\s+(?P<line>\d+)\s+\d+[^\n]*)
+    | (?P<filedef>\.file\s+(?P<number>\d+)\s+"(?P<path>[^"]*)"[^\n]*)
+    | (?P<section>\.section\s+\S+\s*\{.*?\n\s*\})
+    | (?P<meta>\.(?:version|target|address_size)\b[^\n]*)
+    | (?P<label>[\w$%]+)\s*:(?!:)\s*(?P<table>\.(?:branchtargets|calltargets|callprototype)[^;]*;)?
+    | (?P<open>\{)
+    | (?P<close>\})
+    | (?P<function>(?:\.(?:visible|extern|weak|common)\s+)*\.(?:entry|func)\b[^{;]*)
+    | (?P<body>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*;)
+    )""",
+    re.X | re.S,
+)
+_OPERAND = re.compile(r"[\[\](){},|!]|[^\s\[\](){},|!]+")
+_VARIABLE = re.compile(
+    r"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>global|shared|const|local|param)\b"
+    r"(?P<attributes>(?:\s*\.(?:align\s+\d+|ptr|attribute\([^)]*\)|global|shared|const|local))*)"
+    r"(?:\s*\.(?P<vector>v[24]))?\s*\.(?P<type>\w+)"
+    r"(?P<attributes2>(?:\s*\.(?:align\s+\d+|ptr|global|shared|const|local))*)"
+    r"\s+(?P<name>[\w$%]+)(?P<dims>(?:\[[^\]]*\])*)(?:\s*=\s*(?P<init>.*))?",
+    re.S,
+)
+_HEX_FLOAT = {"f": 4, "d": 8}
+
+
+class _Parser:
+    def __init__(self, ptx: str, entry: str) -> None:
+        self.text = _COMMENT.sub("", ptx)
+        self.entry = entry
+        self.instructions: list[Instruction] = []
+        self.functions: dict[str, Function] = {}
+        self.variables: dict[str, Variable] = {}
+        self.files: dict[int, str] = {}
+        self.lines: list[tuple[int, int]] = []  # of each instruction, as the files come last
+        self.scopes: list[_Scope] = []
+        self.instruction_scopes: list[tuple[_Scope, ...]] = []
+        self.target = ""
+        self.function: Function | None = None
+        self.header_names: dict[str, str] = {}  # parameters of the function whose body comes next
+        self.loc = (0, 0)
+        self.count = 0
+
+    def program(self) -> Program:
+        """Parse everything, then resolve labels, places and addresses."""
+        position, end = 0, len(self.text.rstrip())
+        while position < end:
+            match = _STATEMENT.match(self.text, position)
+            if match is None:
+                raise UnsupportedPTX(f"cannot parse PTX at: {self.text[position:position + 80].strip()!r}")
+            position = match.end()
+            self._statement(match)
+        if self.entry not in self.functions or not self.functions[self.entry].entry:
+            names = ", ".join(f.name for f in self.functions.values() if f.entry)
+            raise UnsupportedPTX(f"the PTX has no kernel {self.entry!r}; it has: {names or 'none'}")
+        self._resolve()
+        return self._finish()
+
+    def _statement(self, match: re.Match[str]) -> None:
+        kind = match.lastgroup
+        if match["loc"]:
+            # Line 0 marks code of no line in particular: the line before is more use to a reader.
+            self.loc = (int(match["file"]), int(match["line"]) or self.loc[1])
+        elif match["filedef"]:
+            self.files[int(match["number"])] = match["path"]
+        elif match["meta"]:
+            if ".target" in match["meta"]:
+                self.target = match["meta"].split()[1].rstrip(",")
+        elif match["label"]:
+            self._label(match["label"], match["table"])
+        elif kind == "open":
+            self.scopes.append(_Scope())
+            if len(self.scopes) == 1:
+                self.scopes[0].variables.update(self.header_names)
+        elif kind == "close":
+            self.scopes.pop()
+            if not self.scopes:
+                self.function = None
+        elif kind == "function":
+            self._function(match["function"])
+        elif match["body"]:
+            self._body(match["body"][:-1].strip())
+
+    def _label(self, name: str, table: str | None) -> None:
+        scope = self.scopes[-1]
+        if table is None:
+            scope.labels[name] = len(self.instructions)
+        elif table.startswith(".branchtargets"):
+            scope.tables[name] = [t.strip() for t in table[len(".branchtargets") : -1].split(",")]
+
+    def _function(self, header: str) -> None:
+        entry = ".entry" in header
+        name_match = re.search(r"\.(?:entry|func)\s*(\((?P<ret>[^)]*)\))?\s*(?P<name>[\w$]+)", header, re.S)
+        if name_match is None:
+            raise UnsupportedPTX(f"cannot parse the function header {header.strip()!r}")
+        function = Function(name_match["name"], entry)
+        rest = header[name_match.end() :]
+        params = re.match(r"\s*\((.*?)\)", rest, re.S)
+        space = "param" if entry else "local"
+        self.header_names = {}
+        function.params = [self._parameter(p, space) for p in _split(params[1] if params else "")]
+        function.returns = [self._parameter(p, space) for p in _split(name_match["ret"] or "")]
+        cluster = re.search(r"\.reqnctapercluster\s+([\d,\s]+)", rest)
+        if cluster:
+            dims = [int(d) for d in cluster[1].split(",")]
+            function.cluster = tuple(dims + [1] * (3 - len(dims)))  # type: ignore[assignment]
+        function.start = len(self.instructions)
+        if entry and function.name != self.entry:
+            for parameter in function.params:
+                del self.variables[parameter.name]
+        known = self.functions.get(function.name)
+        if known is None or known.start < 0 or function.name != self.entry:
+            self.functions[function.name] = function
+        self.function = function
+
+    def _parameter(self, text: str, space: str) -> Variable:
+        match = _VARIABLE.match(text.strip())
+        if match is None:
+            raise UnsupportedPTX(f"cannot parse the parameter {text.strip()!r}")
+        return self._variable(match, space)
+
+    def _body(self, text: str) -> None:
+        if not text:
+            if self.function is not None and not self.scopes:
+                self.function.start, self.function = -1, None  # a declaration without a body
+            return
+        if text.startswith(".reg"):
+            self.scopes[-1].declare(text, self._unique)
+        elif text.startswith("."):
+            match = _VARIABLE.match(text)
+            if match is not None:
+                space = match["space"]
+                self._variable(match, "local" if space == "param" else space)
+            elif not text.startswith((".pragma", ".maxntid", ".minnctapersm", ".alias")):
+                raise UnsupportedPTX(f"the emulator does not know the directive: {text}")
+        else:
+            self._instruction(text)
+
+    def _unique(self) -> int:
+        self.count += 1
+        return self.count
+
+    def _variable(self, match: re.Match[str], space: str) -> Variable:
+        vector = int(match["vector"][1:]) if match["vector"] else 1
+        element = SIZE["u8" if match["type"] == "pred" else match["type"]]
+        size = element * vector
+        for dim in re.findall(r"\[\s*(\d*)\s*\]", match["dims"] or ""):
+            size *= int(dim or 0)
+        align = re.search(r"align\s+(\d+)", match["attributes"] + match["attributes2"])
+        variable = Variable(match["name"], space, size, int(align[1]) if align else element * vector)
+        if match["init"]:
+            _initialise(variable, match["init"], match["type"])
+        if space == "local":
+            # A name declared again in another scope or function is another variable.
+            names = self.scopes[-1].variables if self.scopes else self.header_names
+            names[variable.name] = f"{variable.name}#{self._unique()}"
+            variable.name = names[variable.name]
+        self.variables[variable.name] = variable
+        return variable
+
+    # ---- instructions --------------------------------------------------------------------------------
+
+    def _instruction(self, text: str) -> None:
+        text = " ".join(text.split())
+        guard = None
+        rest = text
+        if text.startswith("@"):
+            predicate, rest = text[1:].split(None, 1)
+            negated = predicate.startswith("!")
+            register = self._name(predicate.lstrip("!"))
+            assert isinstance(register, Reg)
+            guard = (register, negated)
+        opcode, _, operands = rest.partition(" ")
+        parts = tuple(opcode.split("."))
+        tokens = _OPERAND.findall(operands)
+        parsed = _Operands(tokens, self._name).all()
+        function = self.function.name if self.function else ""
+        index = len(self.instructions)
+        self.instructions.append(Instruction(parts, parsed, guard, Place("", 0), text, index, function))
+        self.lines.append(self.loc)
+        self.instruction_scopes.append(tuple(self.scopes))
+
+    def _name(self, token: str) -> Operand:
+        """A token that is not punctuation: register, special register, number or symbol."""
+        if token == "_":
+            return Sink()
+        number = _number(token)
+        if number is not None:
+            return number
+        base, sign, offset = _offset(token)
+        for scope in reversed(self.scopes):
+            register = scope.register(base)
+            if register is not None:
+                return register
+            if base in scope.variables:
+                base = scope.variables[base]
+                break
+        if base.startswith("%") or base == "WARP_SZ":
+            return Special(base.lstrip("%"))
+        return Sym(base, sign * offset)
+
+    # ---- after the last line -------------------------------------------------------------------------
+
+    def _resolve(self) -> None:
+        for ins, (file, line), scopes in zip(
+            self.instructions, self.lines, self.instruction_scopes, strict=True
+        ):
+            ins.place = Place(self.files.get(file, ""), line)
+            if ins.opcode[0] in ("bra", "brx"):
+                names = [op.name for op in ins.operands if isinstance(op, Sym)]
+                ins.targets = tuple(t for name in names for t in _find_labels(name, scopes, ins))
+            elif ins.opcode[0] == "call":
+                names = [op.name for op in ins.operands if isinstance(op, Sym)]
+                function = self.functions.get(names[0]) if names else None
+                ins.targets = (function.start,) if function and function.start >= 0 else ()
+
+    def _finish(self) -> Program:
+        sizes = dict.fromkeys(("shared", "local", "const", "param"), 0)
+        sizes["shared"] = SHARED_BASE
+        dynamic = None
+        for variable in self.variables.values():
+            if variable.space not in sizes:
+                continue
+            if variable.space == "shared" and variable.size == 0:
+                dynamic = variable.name
+                continue
+            sizes[variable.space] = variable.address = _align(sizes[variable.space], variable.align)
+            sizes[variable.space] += variable.size
+        if dynamic is not None:
+            last = self.variables[dynamic]
+            for variable in self.variables.values():
+                if variable.space == "shared" and variable.size == 0:
+                    variable.address = _align(sizes["shared"], max(last.align, variable.align))
+            sizes["shared"] = max(sizes["shared"], last.address)
+        sizes["shared"] -= SHARED_BASE
+        entry = self.functions[self.entry]
+        return Program(
+            entry, self.target, self.instructions, self.functions, self.variables, sizes, dynamic
+        )
+
+
+class _Scope:
+    """Names declared between two braces."""
+
+    def __init__(self) -> None:
+        self.types: dict[str, str] = {}
+        self.ranges: dict[str, str] = {}
+        self.suffix = ""
+        self.labels: dict[str, int] = {}
+        self.tables: dict[str, list[str]] = {}
+        self.variables: dict[str, str] = {}
+
+    def declare(self, text: str, unique: Any) -> None:
+        """``.reg .b32 %r<9>, x``"""
+        if not self.suffix:
+            self.suffix = f"#{unique()}"
+        match = re.match(r"\.reg\s+(?:\.(v[24])\s+)?\.(\w+)\s+(.*)", text, re.S)
+        if match is None:
+            raise UnsupportedPTX(f"cannot parse the register declaration {text!r}")
+        for name in match[3].split(","):
+            name, _, count = name.strip().partition("<")
+            (self.ranges if count else self.types)[name] = match[2]
+
+    def register(self, name: str) -> Reg | None:
+        """The register of that name declared here, if any."""
+        kind = self.types.get(name)
+        if kind is None and self.ranges:
+            kind = self.ranges.get(name.rstrip("0123456789"))
+        return None if kind is None else Reg(name + self.suffix, kind)
+
+
+class _Operands:
+    """Recursive descent over the operand tokens of one instruction."""
+
+    def __init__(self, tokens: list[str], name: Any) -> None:
+        self.tokens = tokens
+        self.at = 0
+        self.name = name
+
+    def all(self) -> tuple[Operand, ...]:
+        """Operands separated by commas, to the end or to a closing bracket."""
+        items: list[Operand] = []
+        while self.at < len(self.tokens) and self.tokens[self.at] not in ")}]":
+            items.append(self.one())
+            if self.at < len(self.tokens) and self.tokens[self.at] == ",":
+                self.at += 1
+        return tuple(items)
+
+    def one(self) -> Operand:
+        token = self.tokens[self.at]
+        self.at += 1
+        if token == "{":
+            return Vec(self._bracketed())
+        if token == "(":
+            return Group(self._bracketed())
+        if token == "[":
+            return self._memory()
+        if token == "!":
+            return Not(self.one())
+        operand = self.name(token)
+        if self.at < len(self.tokens) and self.tokens[self.at] == "|":
+            self.at += 1
+            return Pair(operand, self.one())
+        return operand
+
+    def _bracketed(self) -> tuple[Operand, ...]:
+        items = self.all()
+        self.at += 1
+        return items
+
+    def _memory(self) -> Mem:
+        close = self.tokens.index("]", self.at)
+        first = self.at
+        while self.at < close and self.tokens[self.at] not in ",{":
+            self.at += 1
+        base, sign, offset = _offset("".join(self.tokens[first : self.at]))
+        target = self.name(base)
+        if self.tokens[self.at] == ",":
+            self.at += 1
+        extra = self.all()
+        self.at += 1
+        if isinstance(target, Sym):
+            return Mem(Sym(target.name), target.offset + sign * offset, extra)
+        return Mem(target, sign * offset, extra)
+
+
+# ---- small pieces --------------------------------------------------------------------------------------
+
+
+def _offset(token: str) -> tuple[str, int, int]:
+    """Split "base+12", "base+-4" or "base-4" into base, sign and number."""
+    match = re.fullmatch(r"(.+?)\s*(\+-|\+|-)\s*(0[xX][0-9a-fA-F]+|\d+)U?", token)
+    if match is None:
+        return token, 1, 0
+    return match[1], 1 if match[2] == "+" else -1, int(match[3], 0)
+
+
+def _number(token: str) -> Imm | None:
+    """A literal as an immediate, or None."""
+    if not (token[0].isdigit() or token[0] in "+-"):
+        return None
+    match = re.fullmatch(r"0([fdFD])([0-9a-fA-F]{8}|[0-9a-fA-F]{16})", token)
+    if match is not None:
+        return Imm(int(match[2], 16), _HEX_FLOAT[match[1].lower()])
+    match = re.fullmatch(r"([+-]?)(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?", token)
+    if match is not None:
+        text = match[2]
+        octal = len(text) > 1 and text[0] == "0" and text.isdigit()
+        number = int(text, 8 if octal else 0)
+        return Imm(-number if match[1] == "-" else number)
+    try:
+        return Imm(struct.unpack("<Q", struct.pack("<d", float(token)))[0], 8)
+    except ValueError:
+        return None
+
+
+def _find_labels(name: str, scopes: tuple[_Scope, ...], ins: Instruction) -> list[int]:
+    """Where a label (or a table of labels) leads, innermost scope first."""
+    for scope in reversed(scopes):
+        if name in scope.labels:
+            return [scope.labels[name]]
+        if name in scope.tables:
+            return [t for label in scope.tables[name] for t in _find_labels(label, scopes, ins)]
+    raise UnsupportedPTX(f"{ins.place}: no label {name!r} for: {ins.text}")
+
+
+def _split(text: str) -> list[str]:
+    return [part for part in text.split(",") if part.strip()]
+
+
+def _align(offset: int, align: int) -> int:
+    return -(-offset // align) * align
+
+
+def _initialise(variable: Variable, text: str, element_type: str) -> None:
+    """Set a variable's initial bytes from ``{1, 2, 3}`` or a single value."""
+    dtype = DTYPE[element_type]
+    data = bytearray(variable.size)
+    for i, item in enumerate(_split(re.sub(r"[{}\s]", "", text))):
+        number = _number(item)
+        at = i * dtype.itemsize
+        if number is not None:
+            data[at : at + dtype.itemsize] = number.value(element_type).tobytes()
+            continue
+        base, sign, offset = _offset(re.sub(r"^generic\((.*)\)", r"\1", item))
+        variable.relocations[at] = Sym(base, sign * offset)
+    variable.data = bytes(data)

@@ -1,0 +1,172 @@
+"""IEEE arithmetic that NumPy lacks: fused multiply-add, directed rounding, canonical NaNs."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from .types import CANONICAL_NAN, f32_to_bf16
+
+_F32_NAN = CANONICAL_NAN["f32"]
+_LOW_BITS = np.uint64(0x1FFFFFFF)  # of a float64, those below the last bit of a float32
+_HALF = np.uint64(0x10000000)
+_EXPONENT = np.uint32(0x7F800000)
+_SPLITTER = 134217729.0  # 2**27 + 1
+
+
+def canonical_nans(values: np.ndarray) -> None:
+    """Replace float32 NaNs by 0x7fffffff, which is what the hardware's arithmetic produces."""
+    total = values.dot(values)  # NaN exactly if an element is: squares never cancel
+    if total != total:
+        values.view(np.uint32)[np.isnan(values)] = _F32_NAN
+
+
+def flush(values: np.ndarray) -> np.ndarray:
+    """float32 with subnormals replaced by zeros of their sign (.ftz)."""
+    values = np.asarray(values, np.float32)
+    bits = values.view(np.uint32)
+    subnormal = (bits & _EXPONENT) == 0
+    if not subnormal.any():
+        return values
+    return np.where(subnormal, bits & np.uint32(0x80000000), bits).view(np.float32)
+
+
+def two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The float64 sum and its exact error."""
+    total = a + b
+    virtual = total - a
+    return total, (a - (total - virtual)) + (b - virtual)
+
+
+def two_product(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The float64 product and its exact error, short of overflow and underflow."""
+    product = a * b
+    big_a, big_b = _SPLITTER * a, _SPLITTER * b
+    high_a, high_b = big_a - (big_a - a), big_b - (big_b - b)
+    low_a, low_b = a - high_a, b - high_b
+    return product, low_a * low_b - (((product - high_a * high_b) - low_a * high_b) - high_a * low_b)
+
+
+def to_odd(total: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """Round ``total + error`` to odd in float64: rounding that again to a shorter format is then right."""
+    even = (np.asarray(total).view(np.uint64) & np.uint64(1)) == 0
+    adjust = even & (error != 0) & np.isfinite(total)
+    return np.where(adjust, np.nextafter(total, np.copysign(np.inf, error)), total) if adjust.any() else total
+
+
+def fma32(a: Any, b: Any, c: Any) -> np.ndarray:
+    """a * b + c in float32 with one rounding, ties to even."""
+    product = np.multiply(a, b, dtype=np.float64)  # exact
+    total = product + c
+    result = np.asarray(total, np.float64).astype(np.float32)
+    bits = np.asarray(total).view(np.uint64)
+    # Two roundings differ from one only where the first lands halfway between two float32. Below the normal
+    # range "halfway" is elsewhere, so look at all of those.
+    if ((bits & _LOW_BITS) == _HALF).any() or not (result.view(np.uint32) & _EXPONENT).all():
+        _undo_double_rounding(result, total, product, c)
+    return result
+
+
+def _undo_double_rounding(result: np.ndarray, total: np.ndarray, product: np.ndarray, c: Any) -> None:
+    """Where float64 `total` is a tie between float32 values, let the error it lost decide, in place."""
+    gap = total - result
+    if not np.any(gap):
+        return
+    _, error = two_sum(product, np.asarray(c, np.float64))
+    neighbour = np.nextafter(result, np.copysign(np.float32(np.inf), gap.astype(np.float32)))
+    wrong = (gap != 0) & (neighbour - total == gap) & (error != 0) & ((error > 0) == (gap > 0))
+    np.copyto(result, neighbour, where=wrong)
+
+
+def fma64(a: Any, b: Any, c: Any) -> np.ndarray:
+    """a * b + c in float64 with one rounding (Boldo and Melquiond's use of rounding to odd)."""
+    a, b, c = np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (a, b, c)))
+    high, low = two_product(a, b)
+    small, small_error = two_sum(c, low)
+    head, head_error = two_sum(high, small)
+    result = head + to_odd(*two_sum(small_error, head_error))
+    plain = a * b + c
+    simple = ~np.isfinite(plain) | (a == 0) | (b == 0)
+    result = np.where(simple, plain, result)
+    safe = _moderate(a, 480) & _moderate(b, 480) & (_moderate(c, 960) | (c == 0))
+    awkward = ~(safe | (simple & np.isfinite(a) & np.isfinite(b) & ~np.isinf(plain))) & np.isfinite(a + b + c)
+    for i in np.flatnonzero(awkward):
+        result.flat[i] = _exact_fma(float(a.flat[i]), float(b.flat[i]), float(c.flat[i]))
+    return result
+
+
+def _moderate(values: np.ndarray, exponent: int) -> np.ndarray:
+    magnitude = np.abs(values)
+    return (magnitude < 2.0**exponent) & (magnitude > 2.0**-exponent)
+
+
+def _exact_fma(a: float, b: float, c: float) -> float:
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact == 0:
+        return a * b + c
+    try:
+        return float(exact)
+    except OverflowError:
+        return float("inf") if exact > 0 else float("-inf")
+
+
+def direct(nearest: np.ndarray, residual: np.ndarray, mode: str) -> np.ndarray:
+    """Turn a nearest result into one rounded by `mode` ("rz", "rm", "rp").
+
+    `residual` has the sign of the exact result minus `nearest`.
+    """
+    infinity = nearest.dtype.type(np.inf)
+    if mode == "rm":
+        return np.where(residual < 0, np.nextafter(nearest, -infinity), nearest)
+    if mode == "rp":
+        return np.where(residual > 0, np.nextafter(nearest, infinity), nearest)
+    away = ((nearest > 0) & (residual < 0)) | ((nearest < 0) & (residual > 0))
+    return np.where(away, np.nextafter(nearest, nearest.dtype.type(0)), nearest)
+
+
+def round_sum(total: np.ndarray, error: np.ndarray, mode: str) -> np.ndarray:
+    """float32 of the exact ``total + error`` (float64 each) by a directed mode."""
+    result = np.asarray(total).astype(np.float32)
+    gap = total - result
+    return direct(result, np.where(gap != 0, gap, error), mode)
+
+
+def zero_sign(result: np.ndarray, x: Any, y: Any, mode: str) -> np.ndarray:
+    """An exact sum x + y of 0 is -0 when rounding down, unless both are +0."""
+    if mode != "rm":
+        return result
+    negative = (result == 0) & (np.signbit(x) | np.signbit(y))
+    return np.where(negative, result.dtype.type(-0.0), result)
+
+
+def exact_sign(a: np.ndarray, b: np.ndarray, c: np.ndarray, result: np.ndarray) -> np.ndarray:
+    """The sign of a * b + c - result for float64, exactly."""
+    signs = np.zeros(len(result))
+    for i, r in enumerate(result):
+        values = float(a[i]), float(b[i]), float(c[i])
+        if not np.isfinite(values).all():
+            continue
+        exact = Fraction(values[0]) * Fraction(values[1]) + Fraction(values[2])
+        if np.isinf(r):
+            signs[i] = -np.sign(r)
+        else:
+            rest = exact - Fraction(float(r))
+            signs[i] = (rest > 0) - (rest < 0)
+    return signs
+
+
+def odd_f32(values: np.ndarray) -> np.ndarray:
+    """float64 to float32 rounded to odd."""
+    result = values.astype(np.float32)
+    inexact = (result != values) & np.isfinite(values)
+    if not inexact.any():
+        return result
+    down = np.where(np.abs(result) > np.abs(values), np.nextafter(result, np.float32(0)), result)
+    return np.where(inexact, (down.view(np.uint32) | np.uint32(1)).view(np.float32), result)
+
+
+def f64_to_bf16(values: np.ndarray) -> np.ndarray:
+    """float64 to bfloat16 bits with one rounding."""
+    return f32_to_bf16(odd_f32(np.asarray(values)))

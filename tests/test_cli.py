@@ -1,0 +1,128 @@
+"""The command line: exit codes, tables and JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+from processes import python
+
+from rawops import __main__ as cli
+from rawops._runtime import cache, compiler
+from rawops._runtime.kernel import KernelSpec
+
+SPILLS = str(Path(__file__).parent / "kernels" / "spills.cu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A library of one kernel: N = 16 fits into registers, 128 spills."""
+    monkeypatch.setattr(KernelSpec, "registry", [])
+    KernelSpec(source=SPILLS, entry="hold", template=("N",), choices={"N": (16, 128)}, smoke=({"N": 16},))
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    try:
+        code = cli.main([*argv])
+    except SystemExit as exit:
+        code = exit.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_info(capsys):
+    code, out, _ = run(capsys, "info")
+    assert code == 0
+    for word in ("rawops", "nvrtc", "headers", "cupy", "cache", "cuda sources"):
+        assert word in out
+    code, out, _ = run(capsys, "info", "--json")
+    facts = json.loads(out)
+    assert facts["nvrtc"] == ".".join(map(str, compiler.loaded_nvrtc_version()))
+
+
+def test_info_without_nvrtc_says_how_to_get_it(capsys, monkeypatch):
+    def missing():
+        raise compiler.UnsupportedError(f"rawops: NVRTC was not found. {compiler.INSTALL_HINT}")
+
+    monkeypatch.setattr(compiler, "loaded_nvrtc_version", missing)
+    code, out, _ = run(capsys, "info", "--json")
+    assert code == 1
+    assert "pip install" in json.loads(out)["nvrtc"]
+
+
+def test_kernels(capsys, registry):
+    code, out, _ = run(capsys, "kernels", "--json", "--arch", "sm_80", "--arch", "sm_90a")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [(line["kernel"], line["arch"]) for line in lines] == [("hold<16>", "sm_80"), ("hold<16>", "sm_90a")]
+    assert all(line["registers"] > 0 and line["spill_bytes"] == 0 and line["source"] == SPILLS for line in lines)
+    code, out, _ = run(capsys, "kernels", "--arch", "sm_80", "--all")
+    assert code == 0 and "2 kernel instances" in out
+    assert "hold<16>" in out and "hold<128>" in out
+
+
+def test_compile_fails_when_an_instance_spills(capsys, registry):
+    code, out, _ = run(capsys, "compile", "--arch", "sm_80")
+    assert code == 0 and "no spills" in out
+    code, out, _ = run(capsys, "compile", "--arch", "sm_80", "--all")
+    assert code == 1 and "hold<128> (sm_80)" in out and "hold<16>" not in out
+    code, out, _ = run(capsys, "compile", "--arch", "sm_80", "--all", "--json")
+    (fault,) = json.loads(out)["faults"]
+    assert code == 1 and fault["kernel"] == "hold<128>" and fault["spill_bytes"] > 0
+
+
+def test_compile_knows_all_architectures_and_no_others(capsys, registry):
+    code, out, _ = run(capsys, "compile", "--arch", "all", "--json")
+    assert code == 0 and tuple(json.loads(out)["archs"]) == compiler.ARCHS
+    code, _, err = run(capsys, "compile", "--arch", "sm_33")
+    assert code == 1 and "UnsupportedError" in err and "sm_33" in err
+
+
+def test_cache(capsys, registry, tmp_path):
+    run(capsys, "compile", "--arch", "sm_80")
+    code, out, _ = run(capsys, "cache", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["entries"] == 1 and facts["bytes"] > 1000 and facts["removed"] == 0
+    assert facts["folder"] == str(tmp_path / "cache")
+    code, out, _ = run(capsys, "cache", "--clear")
+    assert code == 0 and list((tmp_path / "cache").iterdir()) == []
+    code, out, _ = run(capsys, "cache", "--clear", "--json")
+    assert code == 0 and json.loads(out)["removed"] == 0
+
+
+def test_a_cache_that_cannot_be_cleared_fails(capsys, registry, monkeypatch):
+    run(capsys, "compile", "--arch", "sm_80")
+
+    def denied(self, missing_ok=False):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "unlink", denied)
+    code, _, err = run(capsys, "cache", "--clear")
+    assert code == 1 and "Permission denied" in err
+
+
+def test_usage_errors(capsys):
+    for argv in ((), ("nonsense",), ("info", "--nonsense"), ("info", "extra"), ("bench",), ("kernels", "--arch")):
+        code, out, err = run(capsys, *argv)
+        assert code == 2 and "usage" in err and out == ""
+    code, _, err = run(capsys, "bench", "nonsense")
+    assert code == 2 and "OP must be one of" in err and "'nonsense'" in err
+
+
+def test_version_and_help(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and out.startswith("rawops ")
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for command in ("info", "demo", "kernels", "compile", "bench", "cache"):
+        assert command in out
+
+
+def test_the_module_runs(tmp_path):
+    child = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'rawops', 'cache', '--json']))"
+    facts = json.loads(python(child, cache=tmp_path / "other", cwd=tmp_path).stdout)
+    assert facts["folder"] == str(tmp_path / "other") and facts["entries"] == 0

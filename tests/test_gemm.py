@@ -1,0 +1,363 @@
+"""GEMM: exact products over sizes, layouts and alignments; what is read and what is not; the epilogue; the checks."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rawops
+from rawops.gemm import _TILES, Gemm, Problem, gemm, select_config
+from rawops.testing import references
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {
+    "float16": np.dtype("float16"),
+    "bfloat16": BFLOAT16,
+    "float32": np.dtype("float32"),
+    "float64": np.dtype("float64"),
+}
+KINDS = [("float16", None), ("bfloat16", None), ("float32", None), ("float32", "tf32"), ("float64", None)]
+
+
+def integers(rng, shape, dtype) -> np.ndarray:
+    """Small integers: products of up to 200 of them are exact in every type but for the last rounding."""
+    return rng.integers(-3, 4, shape).astype(DTYPES.get(dtype, dtype))
+
+
+def expected(a, b) -> np.ndarray:
+    """The exact product, rounded once to the type of a."""
+    return (a.astype(np.int64) @ b.astype(np.int64)).astype(np.float64).astype(a.dtype)
+
+
+def laid_out(device, x: np.ndarray, layout: str):
+    """x on the device with the last two axes in row-major ("row") or column-major ("col") order."""
+    return device.put(x) if layout == "row" else device.put(np.ascontiguousarray(x.swapaxes(-1, -2))).swapaxes(-1, -2)
+
+
+def same(device, got, want) -> None:
+    np.testing.assert_array_equal(device.get(got).astype(np.float64), np.asarray(want, np.float64))
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+SIZES = [(1, 1, 1), (1, 65, 33), (17, 8, 3), (2, 129, 64), (63, 7, 65), (64, 64, 17), (65, 133, 127), (129, 3, 192)]
+
+
+@pytest.mark.parametrize("dtype, precision", KINDS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes_and_layouts(device, rng, size, dtype, precision):
+    M, N, K = size
+    a, b = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
+    for order_a, order_b in itertools.product(("row", "col"), repeat=2):
+        out = device.guarded((M, N), a.dtype)
+        gemm(laid_out(device, a, order_a), laid_out(device, b, order_b), out=out, precision=precision)
+        same(device, out, expected(a, b))
+
+
+VIEWS = {
+    "sliced rows": lambda x: x[3:19, 8:],
+    "odd offset": lambda x: x[3:19, 5:],
+    "even offset": lambda x: x[3:19, 2:],
+    "every other column": lambda x: x[:16, 1::2],
+    "both strided": lambda x: x[::2, ::3],
+    "reversed rows": lambda x: x[15::-1, 3:],
+    "reversed both": lambda x: x[15::-1, ::-1],
+    "one row repeated": lambda x: np.broadcast_to(x[3], (16, x.shape[1])),
+    "one column repeated": lambda x: np.broadcast_to(x[:16, 3:4], (16, 21)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(device, rng, view, dtype):
+    """Any strides and any alignment: the answer of contiguous copies, whatever was called before."""
+    big = integers(rng, (33, 41), dtype)
+    on_device = device.put(big)
+    take = VIEWS[view]
+    a, b = take(big), integers(rng, (9, take(big).shape[0]), dtype).T
+    same(device, gemm(take(on_device), device.put(np.eye(a.shape[1], dtype=a.dtype))), a)
+    same(device, gemm(take(on_device).T, laid_out(device, b, "col")), expected(a.T, b))
+    same(device, gemm(device.put(b.T), take(on_device)), expected(b.T, a))
+    same(device, gemm(device.put(b.T), device.put(np.ascontiguousarray(a))), expected(b.T, a))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_misaligned_arrays(device, rng, dtype):
+    """Contiguous, but one element past an aligned address: for every argument in turn."""
+    M, N, K = 19, 24, 40
+    inputs = {
+        "a": integers(rng, (M, K), dtype),
+        "b": integers(rng, (K, N), dtype),
+        "c": integers(rng, (M, N), dtype),
+        "bias": integers(rng, (N,), dtype),
+        "residual": integers(rng, (M, N), dtype),
+    }
+    want = references.gemm(*(inputs[n] for n in "abc"), beta=2.0, bias=inputs["bias"], residual=inputs["residual"])
+    for shifted in (*inputs, "out", None):
+        arrays = {}
+        for name, x in {**inputs, "out": np.full((M, N), np.nan, DTYPES[dtype])}.items():
+            buffer = device.put(np.concatenate([np.zeros(1 if name == shifted else 8, x.dtype), x.reshape(-1)]))
+            arrays[name] = buffer[-x.size :].reshape(x.shape)
+        same(device, gemm(**arrays, beta=2.0), want)
+
+
+def test_strided_output(device, rng):
+    a, b = integers(rng, (18, 20), "float16"), integers(rng, (20, 12), "float16")
+    whole = device.put(np.full((40, 40), 7, np.float16))
+    for view in (whole[:18, :12], whole[18:0:-1, 3:27:2], whole[:12, 21:39].T):
+        view[...] = 7
+        result = gemm(device.put(a), device.put(b), out=view)
+        assert result is view
+        same(device, view, expected(a, b))
+        view[...] = 7
+        same(device, whole, np.full((40, 40), 7))
+
+
+def test_batches(device, rng):
+    """Broadcast batch axes, axes of stride 0, more axes than the kernel has, and one b for all."""
+    for shape_a, shape_b in [
+        ((3, 5, 9), (3, 9, 4)),
+        ((2, 3, 5, 9), (9, 4)),
+        ((2, 1, 5, 9), (3, 9, 4)),
+        ((5, 9), (3, 9, 4)),
+        ((2, 2, 2, 2, 3, 9), (2, 2, 2, 2, 9, 4)),
+        ((4, 1, 9), (9, 4)),
+        ((0, 3, 9), (9, 4)),
+    ]:
+        a, b = integers(rng, shape_a, "float16"), integers(rng, shape_b, "float16")
+        same(device, gemm(device.put(a), device.put(b)), expected(a, b))
+    a, b = integers(rng, (5, 9), "float32"), integers(rng, (2, 9, 4), "float32")
+    repeated = (
+        np.broadcast_to(device.put(a), (3, 1, 5, 9))
+        if device.is_emulated
+        else device.xp.broadcast_to(device.put(a), (3, 1, 5, 9))
+    )
+    c = integers(rng, (2, 1, 4), "float32")
+    got = gemm(repeated, device.put(b), device.put(c), beta=1.0)
+    same(device, got, np.broadcast_to(a, (3, 1, 5, 9)).astype(float) @ b + c)
+
+
+def test_strides_of_axes_of_one(device):
+    """A leading dimension must not be taken from an axis of one entry."""
+    a, b = device.put(np.ones((1, 2, 1), np.float16)), device.put(np.ones((1, 3, 1), np.float16)).swapaxes(1, 2)
+    same(device, gemm(a, b), np.ones((1, 2, 3)))
+    wide = np.arange(3 * 37).reshape(3, 37).astype(np.float16) % 5
+    same(device, gemm(device.put(wide)[1:2, :], device.put(wide).T), expected(wide[1:2], wide.T))
+
+
+def test_accumulates_wide(device):
+    """Not in float16: 4096 ones, and partial sums past 65504 that cancel; split or not, the same bits twice."""
+    ones = np.ones((1, 4096), np.float16)
+    same(device, gemm(device.put(ones), device.put(ones.T)), [[4096]])
+    a = np.ones((2, 256), np.float16)
+    b = np.array([600] * 128 + [-600] * 127 + [-599], np.float16)[:, None]
+    for split_k in (1, 2, 4):
+        for _ in range(2):
+            same(device, gemm(device.put(a), device.put(b), split_k=split_k), [[1], [1]])
+
+
+@pytest.mark.parametrize("dtype, precision", KINDS)
+def test_split_k(device, rng, dtype, precision):
+    a, b = integers(rng, (2, 5, 190), dtype), integers(rng, (190, 18), dtype)
+    c, bias, residual = (integers(rng, shape, dtype) for shape in ((5, 18), (18,), (2, 5, 9)))
+    put = device.put
+    for split_k in (2, 3, 1000):
+        same(device, gemm(put(a), put(b), split_k=split_k, precision=precision), expected(a, b))
+    epilogue = {"beta": 2.0, "bias": bias, "residual": residual, "activation": "swiglu"}
+    want = references.gemm(a * DTYPES[dtype].type(0.125), b, c, **epilogue)
+    arrays = {**epilogue, "bias": put(bias), "residual": put(residual)}
+    got = gemm(put(a), put(b), put(c), alpha=0.125, split_k=3, precision=precision, **arrays)
+    tolerance = 2 * np.finfo(np.float32).eps if dtype == "float64" else 4 * float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+    np.testing.assert_allclose(device.get(got).astype(float), want, rtol=tolerance, atol=tolerance)
+
+
+# --- what is read ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_zero_alpha_and_beta_read_nothing(device, rng, dtype):
+    M, N, K = 130, 18, 70
+    a, b, c = (integers(rng, s, dtype) for s in ((M, K), (K, N), (M, N)))
+    nan = {n: device.put(np.full(x.shape, np.nan, x.dtype)) for n, x in (("a", a), ("b", b), ("c", c))}
+    zero = device.put(np.array(0.0, np.float32))
+    for none in (0, 0.0, zero):
+        out = device.guarded((M, N), c.dtype)
+        same(device, gemm(device.put(a), device.put(b), nan["c"], beta=none, out=out), expected(a, b))
+        same(device, gemm(nan["a"], nan["b"], device.put(c), alpha=none, beta=2.0), 2 * c.astype(float))
+        same(device, gemm(nan["a"], nan["b"], nan["c"], alpha=none, beta=none), np.zeros((M, N)))
+    same(device, gemm(nan["a"], nan["b"], device.put(c), alpha=zero, beta=2.0, split_k=2), 2 * c.astype(float))
+
+
+def test_padding_is_not_read(device, rng):
+    """Rows and columns around a view are NaN."""
+    for M, N, K in ((3, 5, 7), (17, 20, 33)):
+        frame_a, frame_b = np.full((M + 8, K + 16), np.nan, np.float16), np.full((K + 8, N + 16), np.nan, np.float16)
+        frame_a[:M, :K], frame_b[:K, :N] = integers(rng, (M, K), "float16"), integers(rng, (K, N), "float16")
+        got = gemm(device.put(frame_a)[:M, :K], device.put(frame_b)[:K, :N])
+        same(device, got, expected(frame_a[:M, :K], frame_b[:K, :N]))
+
+
+def test_empty_sizes(device):
+    def zeros(*shape):
+        return device.put(np.zeros(shape, np.float32))
+
+    c = device.put(np.arange(9, dtype=np.float32).reshape(3, 3))
+    nan = device.put(np.full((3, 3), np.nan, np.float32))
+    same(device, gemm(zeros(3, 0), zeros(0, 3), nan), np.zeros((3, 3)))
+    same(device, gemm(zeros(3, 0), zeros(0, 3), c, beta=1.0), device.get(c))
+    same(device, gemm(zeros(3, 0), zeros(0, 3), c, beta=0.5), device.get(c) / 2)
+    same(device, gemm(zeros(3, 2, 0), zeros(3, 0, 3)), np.zeros((3, 2, 3)))
+    assert gemm(zeros(0, 4), zeros(4, 3)).shape == (0, 3)
+    assert gemm(zeros(3, 4), zeros(4, 0), bias=zeros(0)).shape == (3, 0)
+    assert gemm(zeros(0, 3, 4), zeros(4, 8), activation="swiglu").shape == (0, 3, 4)
+
+
+def test_nan_spreads_along_its_row_and_column_only(device, rng):
+    a, b = integers(rng, (20, 30), "float16"), integers(rng, (30, 10), "float16")
+    a[3, 29], b[0, 7] = np.nan, np.inf
+    a[:, 0] = 1
+    with np.errstate(invalid="ignore"):
+        same(device, gemm(device.put(a), device.put(b)), a.astype(float) @ b.astype(float))
+
+
+# --- epilogue -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu", "swiglu"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_epilogue(device, rng, dtype, activation):
+    M, N, K = 21, 38, 24
+    kind = DTYPES[dtype]
+    a, b, c = (rng.standard_normal(s).astype(kind) for s in ((M, K), (K, N), (M, N)))
+    bias = rng.standard_normal(N).astype(kind)
+    residual = rng.standard_normal((M, N // 2 if activation == "swiglu" else N)).astype(kind)
+    want = references.gemm(a, b, c, alpha=0.5, beta=-1.5, bias=bias, residual=residual, activation=activation)
+    put = device.put
+    for alpha, beta in ((0.5, -1.5), (put(np.array(0.5, np.float32)), put(np.array(-1.5)))):
+        epilogue = {"bias": put(bias), "residual": put(residual), "activation": activation}
+        got = gemm(put(a), put(b), put(c), alpha=alpha, beta=beta, **epilogue)
+        tolerance = {"float16": 2e-3, "float32": 4e-6, "float64": 1e-13}[dtype]
+        np.testing.assert_allclose(device.get(got).astype(float), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "swiglu"])
+def test_activations_at_extremes(device, activation):
+    x = np.array([-np.inf, -1e30, -1e4, -100, -88.5, -87.5, -50, -0.0, 0, 50, 1e4, 1e30, np.inf, np.nan], np.float32)
+    row = np.concatenate([x, np.ones_like(x)]) if activation == "swiglu" else x
+    a, b = device.put(np.zeros((1, 1), np.float32)), device.put(np.zeros((1, row.size), np.float32))
+    got = device.get(gemm(a, b, bias=device.put(row), activation=activation))[0]
+    np.testing.assert_allclose(
+        got,
+        references.gemm(np.zeros((1, 1)), np.zeros((1, row.size)), bias=row, activation=activation)[0],
+        rtol=2e-6,
+        atol=1e-37,
+    )
+
+
+def test_output_types(device, rng):
+    big = np.full((1, 4), 300, np.float16)
+    overflow = device.get(gemm(device.put(big), device.put(big.T)))
+    assert overflow.dtype == np.float16 and np.isposinf(overflow).all()
+    wide = gemm(device.put(big), device.put(big.T), out_dtype="float32")
+    assert wide.dtype == np.float32
+    same(device, wide, [[360000]])
+    c = device.put(np.array([[0.25]], np.float32))
+    same(device, gemm(device.put(big), device.put(big.T), c, beta=1.0, out_dtype="float32"), [[360000.25]])
+
+
+def test_in_place(device, rng):
+    """out as c or as the residual, or over an operand: the answer of separate arrays."""
+    a, b, c = (integers(rng, (24, 24), "float16") for _ in range(3))
+    product = a.astype(float) @ b.astype(float)
+    put = device.put
+    for split_k in (1, 2):
+        x = put(c.copy())
+        same(device, gemm(put(a), put(b), x, beta=1.0, out=x, split_k=split_k), product + c)
+        x = put(c.copy())
+        same(device, gemm(put(a), put(b), residual=x, out=x, split_k=split_k), product + c)
+    x = put(a.copy())
+    same(device, gemm(x, put(b), out=x), product)
+    x = put(b.copy())
+    same(device, gemm(put(a), x, out=x.T), product)
+    shifted = put(np.concatenate([c, c]))
+    same(
+        device, gemm(put(a), put(b), shifted[1:25], beta=1.0, out=shifted[:24]), product + np.concatenate([c, c])[1:25]
+    )
+
+
+# --- plan, configuration, checks ------------------------------------------------------------------------------------
+
+
+def test_plan(device, rng):
+    a, b, bias = integers(rng, (5, 190), "float16"), integers(rng, (190, 16), "float16"), integers(rng, 16, "float16")
+    plan = Gemm(5, 16, 190, "float16", bias=device.put(bias), activation="relu", split_k=3)
+    want = np.maximum(expected(a, b).astype(float) + bias, 0)
+    out = device.guarded((5, 16), np.float16)
+    for order in ("row", "col", "row"):
+        assert plan(laid_out(device, a, order), device.put(b), out=out) is out
+        same(device, out, want)
+    with pytest.raises(ValueError, match=r"Gemm: a must have shape \(\.\.\., 5, 190\), got \(5, 100\)"):
+        plan(device.put(a)[:, :100], device.put(b))
+
+
+def test_select_config():
+    for kind, tiles in _TILES.items():
+        dtype = {"tf32": "float32", "16-bit": "float16", "16-bit elementwise": "float16"}.get(kind, kind)
+        itemsize = DTYPES[dtype].itemsize
+        assert all(tile.shared_bytes(itemsize) <= 99 * 1024 for tile in tiles)
+        for M, N, K in itertools.product((1, 16, 65, 4096), (1, 4096), (1, 63, 4096, 32768)):
+            problem = Problem(dtype, M, N, K, tf32=kind == "tf32", access=2 if kind == "16-bit elementwise" else 16)
+            assert problem.kind == kind
+            config = select_config(problem, 132, 99 * 1024)
+            assert config.tile in tiles
+            assert config.k_per_split % config.tile.block_k == 0
+            assert (config.split_k - 1) * config.k_per_split < K <= config.split_k * config.k_per_split
+    large = select_config(Problem("float16", 8192, 8192, 8192), 132, 232448)
+    assert (large.tile.block_m, large.tile.block_n, large.split_k) == (128, 256, 1)
+    decode = select_config(Problem("float16", 1, 28672, 4096), 132, 232448)
+    assert (decode.tile.block_m, decode.split_k) == (16, 1)
+    assert select_config(Problem("float16", 128, 128, 32768), 132, 232448).split_k == 32
+
+
+def test_errors(device):
+    a, b = device.put(np.zeros((4, 6), np.float16)), device.put(np.zeros((6, 8), np.float16))
+    put = device.put
+    for error, text, call in [
+        (ValueError, "gemm: b must have 6 rows, as a has columns, got", lambda: gemm(a, b.T)),
+        (ValueError, "gemm: a must have at least 2 dimensions, got", lambda: gemm(a[0], b)),
+        (TypeError, "gemm: b must have dtype float16, got float32", lambda: gemm(a, put(np.zeros((6, 8), np.float32)))),
+        (TypeError, "gemm: a must have dtype", lambda: gemm(put(np.zeros((4, 6), int)), b)),
+        (ValueError, "gemm: activation must be", lambda: gemm(a, b, activation="tanh")),
+        (ValueError, "gemm: b must have an even number", lambda: gemm(a, b[:, :7], activation="swiglu")),
+        (ValueError, "gemm: precision must be None for float16", lambda: gemm(a, b, precision="tf32")),
+        (ValueError, "gemm: bias must have shape", lambda: gemm(a, b, bias=put(np.zeros(4, np.float16)))),
+        (ValueError, "gemm: c must be given", lambda: gemm(a, b, beta=1.0)),
+        (ValueError, "gemm: c must broadcast", lambda: gemm(a, b, b, beta=1.0)),
+        (ValueError, "gemm: residual must broadcast", lambda: gemm(a, b, residual=a)),
+        (ValueError, "gemm: out must have shape", lambda: gemm(a, b, out=put(np.zeros((4, 7), np.float16)))),
+        (TypeError, "gemm: out must be float16 or float32", lambda: gemm(a, b, out=put(np.zeros((4, 8))))),
+        (TypeError, "gemm: out_dtype must be float16 or float32", lambda: gemm(a, b, out_dtype="float64")),
+        (ValueError, "gemm: split_k must be between", lambda: gemm(a, b, split_k=0)),
+        (TypeError, "gemm: alpha must be a real number", lambda: gemm(a, b, alpha="1")),
+        (ValueError, "gemm: alpha must be a number or a 0-d array", lambda: gemm(a, b, alpha=a)),
+        (
+            ValueError,
+            "gemm: b must have batch axes",
+            lambda: gemm(np.zeros((2, 4, 6), a.dtype), np.zeros((3, 6, 8), a.dtype)),
+        ),
+    ]:
+        with pytest.raises(error) as raised:
+            call()
+        assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize("dtype, precision", KINDS)
+def test_shared_memory_without_bank_conflicts(rng, dtype, precision):
+    """Loads, fragments and the staging of the epilogue, in all layouts."""
+    with rawops.emulate(arch="sm_80") as emulator:
+        for order_a, order_b in itertools.product((False, True), repeat=2):
+            a, b = integers(rng, (64, 64), dtype), integers(rng, (64, 128), dtype)
+            a, b = (np.asfortranarray(x) if order else x for x, order in ((a, order_a), (b, order_b)))
+            assert (gemm(a, b, precision=precision) == expected(a, b)).all()
+        assert [launch.total.shared_conflicts for launch in emulator.report] == [0] * len(emulator.report)

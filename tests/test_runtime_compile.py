@@ -1,0 +1,360 @@
+"""Sources, NVRTC, specs and reload, without a launch: nothing here needs a GPU or the emulator."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rawops
+from rawops._runtime import cache, compiler, device, kernel
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+
+KERNELS = Path(__file__).parent / "kernels"
+SAXPY = (KERNELS / "saxpy.cu").read_text()
+STEP = (KERNELS / "step.cuh").read_text()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The name expressions that NVRTC was run on."""
+    ran, compile = [], compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda *args: ran.append(args[3]) or compile(*args))
+    return ran
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(KernelSpec, "registry", [])
+
+
+@pytest.fixture
+def saxpy(tmp_path):
+    """A copy of the kernel and its header that a test may edit."""
+    (tmp_path / "saxpy.cu").write_text(SAXPY)
+    (tmp_path / "step.cuh").write_text(STEP)
+    return rawops.Kernel(tmp_path / "saxpy.cu", "saxpy<float>")
+
+
+def kinds(compiled) -> str:
+    return "".join(p.kind for p in compiled.parameters)
+
+
+# --- sources, expressions, options ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", compiler.ARCHS)
+def test_one_compilation_gives_cubin_ptx_signature_and_resources(arch):
+    compiled = rawops.Kernel(KERNELS / "saxpy.cu", "saxpy<double>").compile(arch)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert f".entry {compiled.lowered}(" in compiled.ptx
+    assert f".target {arch}" in compiled.ptx
+    assert [(p.kind, p.size, p.align) for p in compiled.parameters] == [
+        ("f", 8, 8), ("p", 8, 8), ("p", 8, 8), ("i", 4, 4),
+    ]  # fmt: skip
+    assert 4 <= compiled.resources.registers <= 64
+    assert compiled.resources.spill_bytes == 0
+
+
+def test_a_path_as_a_string_is_a_path():
+    assert kinds(rawops.Kernel(str(KERNELS / "saxpy.cu"), "saxpy<float>").compile("sm_80")) == "fppi"
+
+
+def test_text_with_an_extern_c_kernel_namespace_and_library_header():
+    text = """
+    #include "common/numeric.cuh"
+    namespace a { template <class T, int N, bool B> __global__ void f(T* x, unsigned long long n) { x[n] = N + B; } }
+    extern "C" __global__ void plain() {}
+    """
+    compiled = rawops.Kernel(text, "plain").compile("sm_80")
+    assert (compiled.lowered, compiled.parameters) == ("plain", ())
+    assert kinds(rawops.Kernel(text, "a::f<long long, 3, true>").compile("sm_80")) == "pu"
+
+
+def test_every_parameter_type_is_told_apart():
+    compiled = rawops.Kernel(KERNELS / "arguments.cu", "scalars").compile("sm_80")
+    assert kinds(compiled) == "piuiubffhgi"
+    assert [p.size for p in compiled.parameters] == [8, 4, 4, 8, 1, 1, 4, 8, 2, 2, 4]
+
+
+def test_options_reach_the_compiler_and_the_key(compilations):
+    text = "__global__ void f(float (*x)[N]) { x[1][0] = N; }\n"
+    with pytest.raises(rawops.CompileError, match='identifier "N" is undefined'):
+        rawops.Kernel(text, "f").compile("sm_80")
+    four, eight = (rawops.Kernel(text, "f", [f"-DN={n}"]).compile("sm_80") for n in (4, 8))
+    assert len(compilations) == 3
+    assert four.ptx != eight.ptx
+
+
+def test_macros_of_the_source_do_not_meddle():
+    names = ("T", "A", "F", "N", "kind", "value", "entry", "list", "low", "align", "c", "k")
+    text = "".join(f"#define {name} 1\n" for name in names) + "__global__ void f(int*, float) {}\n"
+    assert kinds(rawops.Kernel(text, "f").compile("sm_80")) == "pf"
+    text = "__global__ void f(int*, float) {}\n"
+    assert kinds(rawops.Kernel(text, "f", [f"-D{name}=1" for name in names]).compile("sm_80")) == "pf"
+
+
+def test_resources_name_spills_shared_and_local_memory():
+    fits = rawops.Kernel(KERNELS / "spills.cu", "hold<16>").compile("sm_80").resources
+    spills = rawops.Kernel(KERNELS / "spills.cu", "hold<128>").compile("sm_80").resources
+    assert (fits.spill_bytes, fits.local_bytes) == (0, 0)
+    assert spills.registers == 64
+    assert spills.spill_bytes > 0 and spills.local_bytes > 0
+    text = "__global__ void f(int* x) { __shared__ int s[100]; s[*x] = 1; __syncthreads(); *x = s[0]; }\n"
+    k = rawops.Kernel(text, "f")
+    assert k.compile("sm_90a").resources.shared_bytes >= 400
+    assert k.resources == k.compile("sm_90a").resources
+
+
+def test_a_header_asked_for_by_two_names_is_included_once(tmp_path):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "a.cuh").write_text("#pragma once\nstruct A { int x; };\n")
+    (tmp_path / "common" / "b.cuh").write_text('#pragma once\n#include "a.cuh"\n')
+    (tmp_path / "k.cu").write_text(
+        f'#include "common/a.cuh"\n  # include "common/b.cuh"\n#include "{tmp_path}/common/../common/a.cuh"\n'
+        "__global__ void f(A a, int* p) { *p = a.x; }\n"
+    )
+    assert kinds(rawops.Kernel(tmp_path / "k.cu", "f").compile("sm_80")) == "sp"
+
+
+def test_headers_of_include_folders_are_part_of_the_kernel(tmp_path, compilations):
+    (tmp_path / "include").mkdir()
+    header = tmp_path / "include" / "value.h"
+    options = ("-I", str(tmp_path / "include")), (f"-I{tmp_path}/include",), (f"--include-path={tmp_path}/include",)
+    text = "#include <value.h>\n__global__ void f(int* x) { *x = VALUE; }\n"
+    for i, option in enumerate(options):
+        header.write_text(f"#define VALUE {700 + i}\n")
+        assert str(700 + i) in rawops.Kernel(text, "f", option).compile("sm_80").ptx
+    assert len(compilations) == 3
+
+
+def test_text_that_is_not_utf8_compiles(tmp_path):
+    (tmp_path / "k.cu").write_bytes(b"// caf\xe9\n__global__ void f(int* x) { *x = 1; }\n")
+    assert kinds(rawops.Kernel(tmp_path / "k.cu", "f").compile("sm_80")) == "p"
+
+
+@pytest.mark.parametrize("name", ["ÄÖ 测试.cu", "c'd e(f)(3).cu", 'quo"te.cu', "back\\n.cu", "%s{x}.cu"])
+def test_odd_file_names(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("__global__ void f(int* x) {\n  *x = y;\n}\n")
+    with pytest.raises(rawops.CompileError) as caught:
+        rawops.Kernel(path, "f").compile("sm_80")
+    assert f"{path}(2): error" in str(caught.value)
+    path.write_text("__global__ void f(int* x) { *x = 1; }\n")
+    assert kinds(rawops.Kernel(path, "f").compile("sm_80")) == "p"
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_shows_the_true_path_line_and_neighbours(tmp_path):
+    path = tmp_path / "broken.cu"
+    path.write_text("// one\n__global__ void f(float* x) {\n  x[0] = undefined_name;\n}\n// five\n")
+    with pytest.raises(rawops.CompileError) as caught:
+        rawops.Kernel(path, "f").compile("sm_90a")
+    message = str(caught.value)
+    assert f'{path}(3): error: identifier "undefined_name" is undefined' in message
+    assert "2 | __global__ void f(float* x) {" in message
+    assert "3 |   x[0] = undefined_name;" in message
+    assert "4 | }" in message
+    assert "one" not in message and "five" not in message
+    assert caught.value.instance == "f for sm_90a"
+    assert "undefined_name" in caught.value.log and "1 error detected" in caught.value.log
+
+
+def test_an_error_in_a_header_names_the_header(tmp_path, saxpy):
+    (tmp_path / "step.cuh").write_text(STEP.replace("a * x + y", "a * x + z"))
+    with pytest.raises(rawops.CompileError) as caught:
+        saxpy.compile("sm_80")
+    assert f"{tmp_path / 'step.cuh'}(5): error" in str(caught.value)
+    assert "return a * x + z;" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("g", 'identifier "g" is undefined'),
+        ("f", "cannot determine which instance"),
+        ("f<float", 'expected a ">"'),
+        ("device", "non-__global__"),
+    ],
+)
+def test_a_wrong_kernel_name_is_called_that(expression, words):
+    text = "template <class T> __global__ void f(T* x) {}\n__device__ void device(int) {}\n"
+    with pytest.raises(rawops.CompileError, match="the name of the kernel: error") as caught:
+        rawops.Kernel(text, expression).compile("sm_80")
+    assert words in str(caught.value)
+
+
+def test_a_missing_header_and_an_unknown_option_say_so():
+    with pytest.raises(rawops.CompileError, match=r'source.cu\(1\).*cannot open source file "nowhere.cuh"'):
+        rawops.Kernel('#include "nowhere.cuh"\n__global__ void f() {}\n', "f").compile("sm_80")
+    with pytest.raises(rawops.CompileError, match="unrecognized option -bogus"):
+        rawops.Kernel("__global__ void f() {}\n", "f", ["-bogus"]).compile("sm_80")
+
+
+@pytest.mark.parametrize("arch", ["sm_33", "sm_999", "compute_90", "90a", "sm_90x", ""])
+def test_an_unknown_architecture(arch):
+    with pytest.raises(rawops.UnsupportedError, match="arch"):
+        rawops.Kernel("__global__ void f() {}\n", "f").compile(arch)
+    assert issubclass(rawops.UnsupportedError, NotImplementedError)
+
+
+def test_a_missing_file():
+    with pytest.raises(FileNotFoundError, match=r"source must be an existing file or CUDA text, got 'nowhere\.cu'"):
+        rawops.Kernel("nowhere.cu", "f")
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_32_threads_compile_the_same_and_different_kernels_once_each(compilations):
+    text = "template <int N> __global__ void f(int* x) { *x = N; }\n"
+    shared = rawops.Kernel(text, "f<100>")
+    start, results, errors = threading.Barrier(32), {}, []
+
+    def work(i):
+        start.wait()
+        try:
+            own = rawops.Kernel(text, f"f<{i % 4}>")  # eight threads with a Kernel each for one instance
+            results[i] = shared.compile("sm_80"), own.compile("sm_80").ptx
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert sorted(compilations) == ["f<0>", "f<100>", "f<1>", "f<2>", "f<3>"]
+    assert len({id(compiled) for compiled, _ in results.values()}) == 1
+    assert len({ptx for _, ptx in results.values()}) == 4
+
+
+# --- parameter structs and specs ------------------------------------------------------------------------------------
+
+MIXED = {"a": "pointer", "M": "int32", "stride": "int64", "alpha": "float32", "map": "tensormap", "beta": "float64"}
+
+
+def test_a_param_struct_has_the_layout_of_its_mirror():
+    params = ParamStruct("Mixed", **MIXED, last="int32")
+    _, struct, _ = rawops.Kernel(KERNELS / "arguments.cu", "mixed").compile("sm_90a").parameters
+    assert (struct.kind, struct.size, struct.align) == ("s", params.size, 64) == ("s", 256, 64)
+    natural = np.dtype("u8,i4,i8,f4", align=True)
+    packed = ParamStruct("P", a="pointer", M="int32", stride="int64", alpha="float32").pack(2**63, -5, -(2**40), 1.5)
+    assert np.frombuffer(packed, natural)[0].tolist() == (2**63, -5, -(2**40), 1.5)
+
+
+def spec(**changes) -> KernelSpec:
+    fields = {
+        "source": str(KERNELS / "saxpy.cu"),
+        "entry": "saxpy",
+        "template": ("dtype",),
+        "choices": {"dtype": ("float32", "float64", "int64")},
+        "smoke": ({"dtype": "float32"}, {"dtype": "int64"}),
+    }
+    return KernelSpec(**{**fields, **changes})
+
+
+def test_a_spec_makes_name_expressions(registry):
+    hold = spec(
+        source=str(KERNELS / "spills.cu"),
+        entry="hold",
+        template=("N", "flag"),
+        choices={"N": (16, 128), "flag": (True,)},
+    )
+    assert hold.instance(N=16, flag=True).expression == "hold<16, true>"
+    assert spec().instance(dtype="int64").expression == "saxpy<long long>"
+    assert spec().instance(dtype="int64").compile("sm_80").parameters[0] == compiler.Parameter("i", 8, 8)
+    plain = spec(template=(), choices={}, smoke=({},))
+    assert plain.instance().expression == "saxpy"
+    with pytest.raises(ValueError, match="saxpy: dtype must be one of 'float32', 'float64', 'int64', got 'int8'"):
+        spec().instance(dtype="int8")
+
+
+def test_a_spec_knows_where_it_exists(registry):
+    with pytest.raises(rawops.UnsupportedError, match=r"saxpy: needs sm_90 or newer, found sm_80"):
+        spec(min_arch=90).kernel(device.EmulatedDevice("sm_80"), dtype="float32")
+    with pytest.raises(rawops.UnsupportedError, match=r"needs sm_80 to sm_89, found sm_90a"):
+        spec(max_arch=89).kernel(device.EmulatedDevice("sm_90a"), dtype="float32")
+
+
+def test_a_struct_of_another_size_does_not_compile(registry):
+    fields = {"source": str(KERNELS / "arguments.cu"), "entry": "mixed", "template": (), "choices": {}, "smoke": ({},)}
+    right = KernelSpec(**fields, params=ParamStruct("Mixed", **MIXED, last="int32"))
+    assert right.instance().compile("sm_80").lowered
+    wrong = KernelSpec(**fields, params=ParamStruct("Mixed", **MIXED, a_tensormap="tensormap"))
+    with pytest.raises(rawops.CompileError, match=r"mixed: the parameter struct has \[256\] bytes in C\+\+ and 384"):
+        wrong.instance().compile("sm_80")
+
+
+def test_precompile_and_kernels_go_through_the_registry(registry, compilations):
+    spec()
+    spec(source=str(KERNELS / "spills.cu"), entry="hold", template=("N",), choices={"N": (16, 24)}, smoke=({"N": 16},))
+    spec(min_arch=90, smoke=({"dtype": "float64"},))
+    assert rawops.precompile("sm_80", progress=False) == 3
+    assert sorted(compilations) == ["hold<16>", "saxpy<float>", "saxpy<long long>"]
+    assert rawops.precompile("sm_80", ops=[str(KERNELS / "spills")], progress=False) == 1
+    listed = rawops.kernels()
+    assert [info.expression for info in listed] == ["saxpy<float>", "saxpy<long long>", "hold<16>", "saxpy<double>"]
+    assert [sorted(info.resources) for info in listed] == [["sm_80"]] * 3 + [[]]
+    assert listed[2].choices == {"N": (16, 24)}
+    every = rawops.kernels(["sm_80", "sm_90a"], every=True)
+    assert len(every) == 3 + 2 + 3
+    assert all(info.resources["sm_90a"].registers for info in every)
+    assert "sm_80" not in every[-1].resources
+
+
+# --- reload ---------------------------------------------------------------------------------------------------------
+
+
+def test_reload_lists_what_changed_with_resources_before_and_after(tmp_path, saxpy):
+    assert rawops.reload() == []
+    old = saxpy.compile("sm_80")
+    assert rawops.reload() == []
+    (tmp_path / "saxpy.cu").write_text(SAXPY.replace("step(a, x[i], y[i])", "step(a, x[i], T(2))"))
+    (entry,) = rawops.reload(compile=True)
+    assert (entry.kernel, entry.arch, entry.before, entry.error) == ("saxpy<float>", "sm_80", old.resources, None)
+    assert entry.after == saxpy.resources
+    assert saxpy.compile("sm_80").ptx != old.ptx
+    assert "saxpy<float> (sm_80): " in str(entry) and " -> " in str(entry)
+    assert rawops.reload() == []
+
+
+def test_reload_follows_headers_and_waits_for_the_next_use(tmp_path, saxpy, compilations):
+    old = [saxpy.compile(arch) for arch in ("sm_80", "sm_90a")]
+    (tmp_path / "step.cuh").write_text(STEP.replace("a * x + y", "a * x - y"))
+    assert [entry.arch for entry in rawops.reload()] == ["sm_80", "sm_90a"]
+    assert len(compilations) == 2
+    assert all(saxpy.compile(c.arch).ptx != c.ptx for c in old)
+    assert len(compilations) == 4
+
+
+def test_a_broken_edit_is_reported_once_and_the_last_good_kernel_stays(tmp_path, saxpy):
+    good = saxpy.compile("sm_80")
+    for break_it in (lambda: (tmp_path / "saxpy.cu").write_text("syntax error\n"), (tmp_path / "saxpy.cu").unlink):
+        break_it()
+        (entry,) = rawops.reload(compile=True)
+        assert (entry.before, entry.after) == (good.resources, None)
+        assert isinstance(entry.error, (rawops.CompileError, FileNotFoundError))
+        assert "kept at" in str(entry)
+        assert saxpy.compile("sm_80") is good
+        rawops.reload()
+        with pytest.raises((rawops.CompileError, FileNotFoundError)):
+            saxpy.compile("sm_80")
+        assert saxpy.compile("sm_80") is good
+    (tmp_path / "saxpy.cu").write_text(SAXPY)
+    assert rawops.reload() == []
+
+
+def test_text_kernels_never_change(compilations):
+    k = rawops.Kernel("__global__ void f() {}\n", "f")
+    k.compile("sm_80")
+    assert rawops.reload() == []
+    assert kernel.reload(compile=True) == []

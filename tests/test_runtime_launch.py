@@ -1,0 +1,317 @@
+"""`Kernel` launches: arguments, structs, views, shared memory, bad calls, reload. On the GPU or in the emulator."""
+
+import itertools
+import sys
+import types
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rawops
+from rawops._runtime import arrays, cache
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+
+KERNELS = Path(__file__).parent / "kernels"
+ARGUMENTS = KERNELS / "arguments.cu"
+SAXPY = (KERNELS / "saxpy.cu").read_text()
+STEP = (KERNELS / "step.cuh").read_text()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
+
+
+def saxpy_of(device, kernel, n=5, a=2) -> np.ndarray:
+    """y = a x + y with x = 0, 1, ... and y = 100."""
+    x, y = device.put(np.arange(n, dtype=np.float32)), device.put(np.full(n, 100, np.float32))
+    kernel(1, 32, (a, x, y, n))
+    return device.get(y)
+
+
+# --- scalars --------------------------------------------------------------------------------------------------------
+
+# The parameters of `scalars` after `out`: C++ type, and values that do not fit it.
+SCALARS = [
+    ("int", [2**31, -(2**31) - 1, 1e10]),
+    ("unsigned", [-1, 2**32]),
+    ("long long", [2**63, -(2**63) - 1]),
+    ("unsigned char", [256, -1]),
+    ("bool", []),
+    ("float", [1e39, -1e39, 10**400]),
+    ("double", [10**400]),
+    ("__half", [65520, -1e6]),
+    ("__nv_bfloat16", [3.4e38 * 1.01, -1e39]),
+    ("Mode", [2**31]),
+]
+
+
+@pytest.fixture
+def scalars():
+    return rawops.Kernel(ARGUMENTS, "scalars")
+
+
+def values_of(device, scalars, values) -> list:
+    out = device.put(np.full(10, np.nan))
+    scalars(1, 1, (out, *values))
+    return device.get(out).tolist()
+
+
+ONES = [1, 1.0, True, np.bool_(True), np.array(1), np.array(1.0, np.float32), ml_dtypes.bfloat16(1)]
+ONES += [kind(1) for kind in (np.int8, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64)]
+
+
+@pytest.mark.parametrize("one", ONES, ids=lambda one: f"{type(one).__name__}-{getattr(one, 'dtype', '')}")
+def test_every_kind_of_number_goes_into_every_parameter(device, scalars, one):
+    assert values_of(device, scalars, [one] * 10) == [1] * 10
+    if isinstance(one, np.ndarray) and not device.is_emulated:
+        assert values_of(device, scalars, [device.put(one)] * 10) == [1] * 10
+
+
+def test_values_arrive_exactly(device, scalars):
+    given = [-(2**31), 2**32 - 1, -(2**53), 255, True, 0.1, 0.1, 0.1, 0.1, 1]
+    rounded = [np.float32(0.1), 0.1, np.float16(0.1), ml_dtypes.bfloat16(0.1)]
+    assert values_of(device, scalars, given) == [*given[:5], *map(float, rounded), 1]
+    infinite = values_of(device, scalars, [0] * 5 + [np.inf, -np.inf, np.float32(np.inf), -np.inf, 0])
+    assert infinite[5:9] == [np.inf, -np.inf, np.inf, -np.inf]
+    assert np.isnan(values_of(device, scalars, [0] * 5 + [np.nan] * 4 + [0])[5:9]).all()
+
+
+def test_values_that_do_not_fit_raise(device, scalars):
+    out = device.put(np.zeros(10))
+    for i, (name, values) in enumerate(SCALARS):
+        for value in values:
+            given = [1] * 10
+            given[i] = value
+            with pytest.raises(ValueError, match=rf"scalars: args\[{i + 1}\] must fit the parameter \(.*, got"):
+                scalars(1, 1, (out, *given))
+        if name in ("int", "unsigned", "long long", "unsigned char", "Mode"):
+            for value in (1.5, np.nan, np.inf, np.float32(0.1)):
+                given = [1] * 10
+                given[i] = value
+                with pytest.raises(TypeError, match=rf"args\[{i + 1}\] must be an integer"):
+                    scalars(1, 1, (out, *given))
+    assert not device.get(out).any()
+
+
+@pytest.mark.parametrize("value", ["1", None, 1j, [1], np.ones(1), np.ones(2, np.float32)])
+def test_what_is_no_number_raises(device, scalars, value):
+    with pytest.raises(TypeError, match=r"scalars: args\[1\] must be a number"):
+        scalars(
+            1, 1, (device.put(np.zeros(10)), device.put(value) if isinstance(value, np.ndarray) else value, *[1] * 9)
+        )
+
+
+def test_a_wrong_number_of_arguments_raises(device, scalars):
+    for count in (0, 9, 11):
+        with pytest.raises(TypeError, match=rf"scalars: args must have 11 entries, got {count + 1}"):
+            scalars(1, 1, (device.put(np.zeros(10)), *[1] * count))
+
+
+# --- structs --------------------------------------------------------------------------------------------------------
+
+FIELDS = {"a": "pointer", "M": "int32", "stride": "int64", "alpha": "float32", "map": "tensormap", "beta": "float64"}
+PARAMS = ParamStruct("Mixed", **FIELDS, last="int32")
+MAP = bytes([7]) + bytes(126) + bytes([9])
+MIXED = PARAMS.pack(0, -3, 2**40, 0.5, MAP, 0.1, 11)
+MIRROR = np.dtype(
+    {
+        "names": ["a", "M", "stride", "alpha", "map", "beta", "last"],
+        "formats": ["u8", "i4", "i8", "f4", "V128", "f8", "i4"],
+        "offsets": [0, 8, 16, 24, 64, 192, 200],
+        "itemsize": 256,
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "struct", [MIXED, bytearray(MIXED), np.frombuffer(MIXED, MIRROR)], ids=["bytes", "bytearray", "V"]
+)
+def test_structs_travel_by_value(device, struct):
+    out = device.put(np.zeros(8))
+    rawops.Kernel(ARGUMENTS, "mixed")(1, 1, (5, struct, out))
+    assert device.get(out).tolist() == [5, -3, 2**40, 0.5, 7, 9, 0.1, 11]
+
+
+def test_a_struct_of_the_wrong_size_or_kind_raises(device):
+    kernel, out = rawops.Kernel(ARGUMENTS, "mixed"), device.put(np.zeros(8))
+    for wrong, got in ((MIXED[:-1], "bytes of 255 bytes"), (np.zeros(2, MIRROR), "ndarray of 512"), (3, "3")):
+        with pytest.raises(TypeError, match=rf"args\[1\] must be bytes or a size-one .* of 256 bytes .*got {got}"):
+            kernel(1, 1, (5, wrong, out))
+
+
+def test_a_spec_launches_with_packed_values(device, monkeypatch):
+    monkeypatch.setattr(KernelSpec, "registry", [])
+    spec = KernelSpec(source=str(ARGUMENTS), entry="mixed", template=(), choices={}, smoke=(), params=PARAMS)
+    out = device.put(np.zeros(8))
+    place = arrays.device_of("test", out=out)
+    spec.kernel(place).launch((1, 1, 1), (1, 1, 1), (5, MIXED, place.pointer(out)))
+    assert device.get(out)[7] == 11
+    assert spec.kernel(place) is spec.kernel(place)
+
+
+# --- arrays ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_view_passes_its_first_element(device):
+    kernel, out = rawops.Kernel(ARGUMENTS, "first_element"), device.put(np.zeros(1, np.float32))
+    x = device.put(np.arange(24, dtype=np.float32).reshape(4, 6))
+    for view in (x, x[1:], x[:, 1:], x[2, 3:], x.T[1:], x[::2, ::-1], x[1:].reshape(-1), x[3:, 5:]):
+        kernel(1, 1, (view, out))
+        assert device.get(out)[0] == device.get(view).flat[0]
+
+
+def test_a_pointer_is_an_address_too(device):
+    kernel, out = rawops.Kernel(ARGUMENTS, "first_element"), device.put(np.zeros(1, np.float32))
+    x = device.put(np.arange(10, dtype=np.float32))
+    place = arrays.device_of("test", x=x)
+    for address in (place.pointer(x[3:]), np.uint64(place.pointer(x) + 12)):
+        kernel(1, 1, (address, out))
+        assert device.get(out)[0] == 3
+    for wrong in (1.0, "x", None, -1, 2**64):
+        with pytest.raises(TypeError, match=r"args\[0\] must be an array or an address"):
+            kernel(1, 1, (wrong, out))
+
+
+def test_arrays_of_the_small_float_types_are_arrays(device):
+    text = '#include "common/numeric.cuh"\n__global__ void copy(const short* x, short* y) { *y = *x; }\n'
+    x, y = (device.put(np.full(1, value, np.float32)).astype(ml_dtypes.bfloat16) for value in (1.5, 0))
+    rawops.Kernel(text, "copy")(1, 1, (x, y))
+    assert float(device.get(y)[0]) == 1.5
+
+
+def test_numpy_arrays_outside_the_emulator_say_both_ways_out(monkeypatch):
+    kernel, x = rawops.Kernel(ARGUMENTS, "first_element"), np.zeros(1, np.float32)
+    cupy = types.ModuleType("cupy")
+    cupy.ndarray = type("ndarray", (), {})
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(TypeError, match=r"first_element: args\[0\] must be a GPU array, got a NumPy array") as caught:
+        kernel(1, 1, (x, x))
+    assert "cupy.asarray" in str(caught.value) and "rawops.emulate()" in str(caught.value)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match=r'first_element: GPU arrays need CuPy: pip install "rawops\[cu13\]"'):
+        kernel(1, 1, (x, x))
+
+
+# --- grids and shared memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "extent", [(1, 32), ((1,), (32,)), ([1, 1], [32, 1]), ((1, 1, 1), (4, 4, 2)), (np.int64(1), 32)]
+)
+def test_grids_and_blocks_are_numbers_or_tuples(device, extent):
+    x, y = (device.put(np.full(4, value, np.float32)) for value in (1, 2))
+    rawops.Kernel(KERNELS / "saxpy.cu", "saxpy<float>")(*extent, (3, x, y, 4))
+    assert device.get(y).tolist() == [5] * 4
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"),
+    [(0, 1), (-1, 1), (2**31, 1), ((1, 65536), 1), ((1, 1, 1, 1), 1), ((), 1), (1.0, 1), ("1", 1), (None, 1)]
+    + [(1, 0), (1, 1025), (1, (32, 33)), (1, (1, 1, 65)), (1, (2.5,)), (1, None)],
+)
+def test_bad_grids_and_blocks_raise(device, grid, block):
+    with pytest.raises(ValueError, match=r"saxpy<float>: (grid|block) must"):
+        rawops.Kernel(KERNELS / "saxpy.cu", "saxpy<float>")(grid, block, (1, 0, 0, 0))
+
+
+SHARED = [48 * 1024, 48 * 1024 + 16, 99 * 1024, 227 * 1024]
+
+
+@pytest.mark.parametrize(
+    ("arch", "shared"),
+    [("sm_90a", shared) for shared in SHARED] + [("sm_80", shared) for shared in SHARED[:3]] + [("sm_89", 99 * 1024)],
+)
+def test_shared_memory_past_48_kib_in_the_emulator(arch, shared):
+    out = np.zeros(1, np.float32)
+    with rawops.emulate(arch=arch):
+        rawops.Kernel(ARGUMENTS, "last_shared")(1, 32, (out, shared // 4), shared_mem=shared)
+    assert out[0] == 1 + 32
+
+
+@pytest.mark.parametrize(
+    ("arch", "limit"), [("sm_90a", 232448), ("sm_80", 166912), ("sm_89", 101376), ("sm_86", 101376)]
+)
+def test_too_much_shared_memory_raises(arch, limit):
+    out = np.zeros(1, np.float32)
+    kernel = rawops.Kernel(ARGUMENTS, "last_shared")
+    with rawops.emulate(arch=arch), pytest.raises(ValueError, match=rf"shared_mem must be at most {limit} bytes"):
+        kernel(1, 32, (out, 1), shared_mem=limit + 1)
+    for wrong, kind in ((-1, ValueError), (1.5, TypeError)):
+        with rawops.emulate(arch=arch), pytest.raises(kind, match="last_shared: shared_mem must be"):
+            kernel(1, 32, (out, 1), shared_mem=wrong)
+    assert out[0] == 0
+
+
+# --- reload ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def editable(tmp_path):
+    """Write the kernel or its header anew."""
+
+    def edit(file: str, old: str = "", new: str = "") -> None:
+        text = {"saxpy.cu": SAXPY, "step.cuh": STEP}[file]
+        assert old in text
+        (tmp_path / file).write_text(text.replace(old, new))
+
+    edit("saxpy.cu")
+    edit("step.cuh")
+    return edit
+
+
+def test_an_edit_is_in_use_after_reload_and_not_before(device, tmp_path, editable):
+    kernel = rawops.Kernel(tmp_path / "saxpy.cu", "saxpy<float>")
+    assert saxpy_of(device, kernel).tolist() == [100, 102, 104, 106, 108]
+    editable("step.cuh", "a * x + y", "a * x - y")
+    assert saxpy_of(device, kernel)[4] == 108
+    (entry,) = rawops.reload()
+    assert entry.kernel == "saxpy<float>" and entry.after is None
+    assert saxpy_of(device, kernel)[4] == -92
+    editable("saxpy.cu", "if (i < n)", "if (i < n && i > 0)")
+    assert rawops.reload(compile=True)[0].after == kernel.resources
+    assert saxpy_of(device, kernel).tolist() == [100, -98, -96, -94, -92]
+    assert rawops.reload() == []
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_last_good_kernel_runs_on_after_a_broken_edit(device, tmp_path, editable, compile):
+    kernel = rawops.Kernel(tmp_path / "saxpy.cu", "saxpy<float>")
+    assert saxpy_of(device, kernel)[4] == 108
+    editable("saxpy.cu", "if (i < n)", "if (i < )")
+    (entry,) = rawops.reload(compile=compile)
+    if compile:
+        assert isinstance(entry.error, rawops.CompileError)
+    else:
+        with pytest.raises(rawops.CompileError, match="expected an expression"):
+            saxpy_of(device, kernel)
+    assert saxpy_of(device, kernel)[4] == 108
+    editable("saxpy.cu", "step(a, x[i], y[i])", "step(a, x[i], T(0))")
+    assert len(rawops.reload()) == 1
+    assert saxpy_of(device, kernel)[4] == 8
+
+
+def test_a_new_emulator_after_reload_runs_the_edited_kernel(tmp_path, editable):
+    kernel = rawops.Kernel(tmp_path / "saxpy.cu", "saxpy<float>")
+    results = []
+    for y in ("y[i]", "T(0)"):
+        editable("saxpy.cu", "step(a, x[i], y[i])", f"step(a, x[i], {y})")
+        rawops.reload()
+        with rawops.emulate():
+            x, out = np.ones(1, np.float32), np.full(1, 7, np.float32)
+            kernel(1, 1, (2, x, out, 1))
+        results.append(out[0])
+    assert results == [9, 2]
+
+
+def test_launches_are_reported_in_order():
+    kernel = rawops.Kernel(KERNELS / "saxpy.cu", "saxpy<float>")
+    with rawops.emulate(arch="sm_90a") as emu:
+        x = np.ones(4, np.float32)
+        for grid, block in itertools.product((1, 2), (32, (16, 2))):
+            kernel(grid, block, (1, x, x, 4))
+    assert [r.kernel for r in emu.report] == ["saxpy<float>"] * 4
+    assert [r.grid for r in emu.report] == [(1, 1, 1), (1, 1, 1), (2, 1, 1), (2, 1, 1)]
+    assert [r.block for r in emu.report] == [(32, 1, 1), (16, 2, 1)] * 2
