@@ -135,52 +135,59 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
     }
 }
 
+// A thread of a consumer warpgroup. The consumer's rows begin at `row` of the tile.
+struct Consumer {
+    int number, thread, row;
+    char *staging, *slab;  // the consumer's tile of D, the warp's slab
+    uint32_t turns;        // two barriers: the turn of consumer 0, that of consumer 1
+
+    __device__ int lane() const { return thread % kWarpSize; }
+    __device__ int warp_row() const { return thread / kWarpSize * 16; }  // within each 64 rows
+    __device__ bool leads() const { return thread == 0; }
+    __device__ void sync() const { sync_warp_group(1 + number); }
+
+    // A parity tells two phases of a stage apart and no more, so a consumer may not run ahead to its next tile: it
+    // waits until the other one has seen the last stage of the tile before.
+    __device__ void await_turn(uint32_t phase) const { barrier_wait(turns + number * 8, phase); }
+    __device__ void end_turn() const {
+        if (leads()) barrier_arrive(turns + (number ^ 1) * 8);
+    }
+};
+
 // acc = a @ b over the next k_blocks stages of the ring. One batch of products stays in flight: a stage is let go when
-// those of the next have been issued. `a_offset` is where the consumer's rows begin in A's part of a stage.
+// those of the next have been issued.
 template <class Tile>
 __device__ inline void multiply_stages(typename Tile::Accumulators& acc, RingPosition<Tile::STAGES>& slot, int k_blocks,
-                                       uint32_t ring, uint32_t a_offset, RingBarriers<Tile::STAGES> barriers,
-                                       bool leader) {
+                                       uint32_t ring, RingBarriers<Tile::STAGES> barriers, const Consumer& self) {
     using A = typename Tile::OperandA;
     using B = typename Tile::OperandB;
     int previous = 0;
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {
         const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES;
-        const uint64_t b = B::descriptor(stage + Tile::A_BYTES);
+        const uint64_t a = A::descriptor(stage + self.row / 64 * A::ROWS_64), b = B::descriptor(stage + Tile::A_BYTES);
         barrier_wait(barriers.full(slot.stage), slot.phase);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Tile::K_STEPS; ++step) {
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M; ++i) {
-                const uint64_t a = A::descriptor(stage + a_offset + i * A::ROWS_64);
                 Wgmma<Tile::BLOCK_N>::template multiply<typename Tile::T, Tile::kAKMajor, Tile::kBKMajor>(
-                    acc[i], A::advance(a, step), B::advance(b, step), block > 0 || step > 0);
+                    acc[i], A::advance(a, i, step), B::advance(b, 0, step), block > 0 || step > 0);
             }
         }
         wgmma_commit();
         wgmma_wait<1>();
-        if (block > 0 && leader) barrier_arrive(barriers.empty(previous));
+        if (block > 0 && self.leads()) barrier_arrive(barriers.empty(previous));
         previous = slot.stage;
         slot.advance();
     }
+    if constexpr (Tile::kPingPong) self.end_turn();
     wgmma_wait<0>();
-    if (k_blocks > 0 && leader) barrier_arrive(barriers.empty(previous));
+    if (k_blocks > 0 && self.leads()) barrier_arrive(barriers.empty(previous));
 #pragma unroll
     for (int i = 0; i < Tile::ATOMS_M; ++i) wgmma_hold(acc[i]);
 }
-
-// Where a consumer's thread works: rows from `row` on of the tile are the consumer's.
-struct Consumer {
-    int number, thread, row;
-    char *staging, *slab;  // the consumer's and the warp's
-
-    __device__ int lane() const { return thread % kWarpSize; }
-    __device__ int warp_row() const { return thread / kWarpSize * 16; }  // within each 64 rows
-    __device__ bool leads() const { return thread == 0; }
-    __device__ void sync() const { sync_warp_group(1 + number); }
-};
 
 // To the staging tile straight from the accumulators.
 template <class Tile>
@@ -300,22 +307,24 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
                                       int k_blocks, float alpha, uint32_t ring, RingBarriers<Tile::STAGES> barriers,
                                       const Consumer& self) {
     constexpr int TURNS = Tile::kPingPong ? 2 : 1;
-    const int turn = Tile::kPingPong ? self.number : 0;
-    const uint32_t a_offset = self.row / 64 * Tile::OperandA::ROWS_64;
+    const int first = Tile::kPingPong ? self.number : 0;
+    uint32_t turn_phase = self.number ^ 1;  // the first turn of consumer 0 is its own
     RingPosition<Tile::STAGES> slot;
-    slot.skip(turn * k_blocks);
+    slot.skip(first * k_blocks);
 #pragma unroll 1
-    for (int index = blockIdx.x + turn * gridDim.x; index < schedule.count; index += TURNS * gridDim.x) {
+    for (int index = blockIdx.x + first * gridDim.x; index < schedule.count; index += TURNS * gridDim.x) {
         typename Tile::Accumulators acc;
         if (k_blocks == 0) {
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M * Tile::BLOCK_N / 2; ++i) acc[0][i] = 0;
         }
-        multiply_stages<Tile>(acc, slot, k_blocks, ring, a_offset, barriers, self.leads());
+        if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
+        multiply_stages<Tile>(acc, slot, k_blocks, ring, barriers, self);
         const Work work = schedule.at(index);
         const typename Tile::Epilogue epilogue(params.call.epilogue, params.shape.epilogue, work.batch, alpha);
         finish_work<Tile>(acc, epilogue, alpha, maps.d, work, self);
         slot.skip((TURNS - 1) * k_blocks);
+        turn_phase ^= 1;
     }
     if (self.leads()) tma_store_wait();
 }
@@ -329,8 +338,11 @@ __global__ void __launch_bounds__(3 * kWarpGroupSize, 1)
     char* finishing = shared + STAGES * Tile::STAGE_BYTES;
     const uint32_t ring = shared_address(shared);
     const RingBarriers<STAGES> barriers{shared_address(finishing) + 2 * Tile::CONSUMER_BYTES};
+    const uint32_t turns = barriers.base + RingBarriers<STAGES>::BYTES;
 
     if (threadIdx.x == 0) {
+        barrier_init(turns, 1);
+        barrier_init(turns + 8, 1);
         barriers.init(kPingPong ? 1 : 2);
         prefetch_tensor_map(maps.a);
         prefetch_tensor_map(maps.b);
@@ -349,7 +361,7 @@ __global__ void __launch_bounds__(3 * kWarpGroupSize, 1)
         const int number = group - 1, thread = threadIdx.x % kWarpGroupSize;
         char* staging = finishing + number * Tile::STAGING_BYTES;
         char* slab = finishing + 2 * Tile::STAGING_BYTES + (number * 4 + thread / kWarpSize) * Tile::SLAB_BYTES;
-        const Consumer self{number, thread, kPingPong ? 0 : number * 64, staging, slab};
+        const Consumer self{number, thread, kPingPong ? 0 : number * 64, staging, slab, turns};
         multiply_tiles<Tile>(maps, params, schedule, k_blocks, alpha, ring, barriers, self);
     }
 }

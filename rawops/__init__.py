@@ -14,6 +14,7 @@ from rawops.errors import (
     UnsupportedError,
     UnsupportedPTX,
 )
+from rawops.gemm import Gemm, gemm
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "BarrierError",
     "CompileError",
     "EmulatorError",
+    "Gemm",
     "Kernel",
     "MemoryFault",
     "RaceError",
@@ -29,6 +31,7 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedPTX",
     "emulate",
+    "gemm",
     "kernels",
     "precompile",
     "reload",

@@ -83,4 +83,4 @@ def pytest_terminal_summary(terminalreporter) -> None:
     if has_gpu():
         terminalreporter.write_line("kernels ran on the GPU")
     else:
-        terminalreporter.write_line(f"kernels ran in the emulator; {len(left)} tests left for a GPU")
+        terminalreporter.write_line(f"kernels ran in the emulator; tests left for a GPU: {len(left)}")

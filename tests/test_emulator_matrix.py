@@ -79,8 +79,8 @@ def mma_case(number, case):
     loads = "".join(f"{word} a{i} = (({word}*)pa)[{i} * 32 + lane]; " for i in range(na))
     loads += "".join(f"{word} b{i} = (({word}*)pb)[{i} * 32 + lane]; " for i in range(nb))
     loads += "".join(f"{acc} c{i} = (({acc}*)pc)[{i} * 32 + lane]; " for i in range(nd))
-    head, _, tail = modifiers.partition(".satfinite")
-    text = f"mma.sync.aligned.{shape}.row.col{'.satfinite' if 'satfinite' in modifiers else ''}.{d}.{a}.{b}.{d}{head}"
+    before, after = ("", modifiers) if "popc" in modifiers else (modifiers, "")
+    text = f"mma.sync.aligned.{shape}.row.col{before}.{d}.{a}.{b}.{d}{after}"
     text += f" {operands(0, nd)}, {operands(nd, na)}, {operands(nd + na, nb)}, {operands(0, nd)};"
     outs = ", ".join(f'"+{ac}"(c{i})' for i in range(nd))
     ins = ", ".join([f'"{wc}"(a{i})' for i in range(na)] + [f'"{wc}"(b{i})' for i in range(nb)])
@@ -321,7 +321,8 @@ __global__ void gemm(const __half* a, const __half* b, float* c, int K, int b_ro
     for (int i = tid; i < 256; i += 128) {
       copy16(shared_at(as[stage], i / 4, i % 4, 4), a + (i / 4) * K + k0 + i % 4 * 8, 16);
       int row = k0 + i / 8;
-      copy16(shared_at(bs[stage], i / 8, i % 8, 8), b + (row < b_rows ? row : 0) * 64 + i % 8 * 8, row < b_rows ? 16 : 0);
+      bool real = row < b_rows;
+      copy16(shared_at(bs[stage], i / 8, i % 8, 8), b + (real ? row : 0) * 64 + i % 8 * 8, real ? 16 : 0);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };

@@ -1,13 +1,14 @@
 """GEMM: exact products over sizes, layouts and alignments; what is read and what is not; the epilogue; the checks."""
 
 import itertools
+import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import rawops
-from rawops.gemm import _TILES, Gemm, Problem, gemm, select_config
+from rawops.gemm import _TILES, Config, Gemm, Problem, gemm, select_config
 from rawops.testing import references
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -17,6 +18,7 @@ DTYPES = {
     "float32": np.dtype("float32"),
     "float64": np.dtype("float64"),
 }
+DTYPE_OF = {"tf32": "float32", "16-bit": "float16", "16-bit narrow": "bfloat16"}  # of a kind of tile
 KINDS = [("float16", None), ("bfloat16", None), ("float32", None), ("float32", "tf32"), ("float64", None)]
 
 
@@ -303,11 +305,11 @@ def test_plan(device, rng):
 
 def test_select_config():
     for kind, tiles in _TILES.items():
-        dtype = {"tf32": "float32", "16-bit": "float16", "16-bit elementwise": "float16"}.get(kind, kind)
+        dtype = DTYPE_OF.get(kind, kind)
         itemsize = DTYPES[dtype].itemsize
         assert all(tile.shared_bytes(itemsize) <= 99 * 1024 for tile in tiles)
         for M, N, K in itertools.product((1, 16, 65, 4096), (1, 4096), (1, 63, 4096, 32768)):
-            problem = Problem(dtype, M, N, K, tf32=kind == "tf32", access=2 if kind == "16-bit elementwise" else 16)
+            problem = Problem(dtype, M, N, K, tf32=kind == "tf32", access=2 if kind == "16-bit narrow" else 16)
             assert problem.kind == kind
             config = select_config(problem, 132, 99 * 1024)
             assert config.tile in tiles
@@ -352,12 +354,29 @@ def test_errors(device):
         assert str(raised.value).startswith(text)
 
 
-@pytest.mark.parametrize("dtype, precision", KINDS)
-def test_shared_memory_without_bank_conflicts(rng, dtype, precision):
-    """Loads, fragments and the staging of the epilogue, in all layouts."""
+KERNEL_TILES = [(kind, tile) for kind, tiles in _TILES.items() for tile in tiles]
+
+
+@pytest.mark.parametrize(
+    "kind, tile", KERNEL_TILES, ids=lambda x: x if isinstance(x, str) else f"{x.block_m}x{x.block_n}"
+)
+def test_every_tile(monkeypatch, rng, kind, tile):
+    """All layouts of every tile: exact with ragged edges, and shared memory without bank conflicts.
+
+    The exact float32 kernel writes its tile without staging; its reads are free of conflicts too.
+    """
+    monkeypatch.setattr(
+        sys.modules[Problem.__module__], "select_config", lambda problem, *_: Config(tile, 1, 8 * tile.block_k)
+    )
+    dtype, precision = DTYPE_OF.get(kind, kind), "tf32" if kind == "tf32" else None
+    align = 2 if kind == "16-bit narrow" else 8
+    M, N, K = tile.block_m - align, tile.block_n - align, 4 * tile.block_k + align
+    a, b = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
+    gate = np.concatenate([np.zeros((K, N // 2), a.dtype), b[:, : N // 2]], axis=1)
+    bias = np.repeat(np.array([30, 0], a.dtype), N // 2)  # silu(30) is 30, to the last bit of most types
     with rawops.emulate(arch="sm_80") as emulator:
-        for order_a, order_b in itertools.product((False, True), repeat=2):
-            a, b = integers(rng, (64, 64), dtype), integers(rng, (64, 128), dtype)
-            a, b = (np.asfortranarray(x) if order else x for x, order in ((a, order_a), (b, order_b)))
-            assert (gemm(a, b, precision=precision) == expected(a, b)).all()
-        assert [launch.total.shared_conflicts for launch in emulator.report] == [0] * len(emulator.report)
+        for order_a, order_b in itertools.product("CF", repeat=2):
+            assert (gemm(a.copy(order_a), b.copy(order_b), precision=precision) == expected(a, b)).all()
+        assert [launch.total.shared_conflicts for launch in emulator.report] == [0] * 4
+        got = gemm(a, gate, bias=bias, activation="swiglu", precision=precision, out_dtype="float32")
+        np.testing.assert_allclose(got, 30.0 * expected(a, b[:, : N // 2]).astype(np.float64), rtol=1e-6)

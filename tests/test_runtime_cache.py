@@ -138,9 +138,15 @@ def test_16_threads_with_a_cold_cache(folder):
 # --- the folder -----------------------------------------------------------------------------------------------------
 
 
-def full_disk(path, data):
-    path.touch()
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def failing(number: int):
+    """A function that fails as the operating system would, having made a file for nothing when it is given one."""
+
+    def fail(path, *_):
+        if number == errno.ENOSPC:
+            path.touch()
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 @pytest.mark.parametrize("trouble", ["below a file", "is a file", "none", "full", "read-only", "no rename"])
@@ -154,13 +160,11 @@ def test_a_folder_that_cannot_be_used_costs_one_warning(tmp_path, folder, monkey
     elif trouble == "none":
         path = None
     elif trouble == "full":
-        monkeypatch.setattr(Path, "write_bytes", full_disk)
+        monkeypatch.setattr(Path, "write_bytes", failing(errno.ENOSPC))
     elif trouble == "read-only":
-        monkeypatch.setattr(
-            Path, "write_bytes", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
-        )
+        monkeypatch.setattr(Path, "write_bytes", failing(errno.EROFS))
     elif trouble == "no rename":
-        monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EXDEV, "Invalid link")))
+        monkeypatch.setattr(os, "replace", failing(errno.EXDEV))
     monkeypatch.setattr(cache, "folder", lambda: path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -262,9 +262,7 @@ def test_torch_in_torch_out(cp):
         plus_one(x.cpu())
     with pytest.raises(TypeError, match="plus_one: x must be a GPU array that CuPy can view"):
         plus_one(x.clone().requires_grad_())
-    with torch.cuda.device(0):
-        scalar = torch.tensor(2.0, device="cuda")
-    add(4, 256, (x, out, scalar, 1000))
+    add(4, 256, (x, out, torch.tensor(2.0, device="cuda"), 1000))
     assert torch.equal(out, x + 2)
 
 

@@ -44,6 +44,13 @@ template <class T, int ROWS_, int COLS_> struct SharedTile {
         const int reversed = (row & 1) << 2 | (row & 2) | (row >> 2 & 1);
         return row * ROW_BYTES + (byte ^ (reversed & (CHUNKS - 1)) << 4);
     }
+
+    // The offset `rows` and `cols` further on, which must share no bit with the row and column of `from`: offset() is
+    // linear over XOR, and the part that moves whole rows is an addition that folds into the instruction.
+    static constexpr __device__ int moved(int from, int rows, int cols) {
+        const int step = offset(rows, cols);
+        return (from ^ (step & (ROW_BYTES - 1))) + (step & ~(ROW_BYTES - 1));
+    }
 };
 
 // Fills MN x K tiles of one operand, K-block after K-block. The tile keeps the operand's own order: rows are MN if K
@@ -83,6 +90,7 @@ template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GAT
         const int rows_exist = kKMajor ? mn_count : k_count;
         const int cols = clamp(kKMajor ? k_count - col : mn_count - folded(col), 0, PIECE);
         const T* from = source + row * row_stride;
+        const int first = Tile::offset(row, col);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step, from += ROWS_PER_STEP * row_stride) {
             const int r = row + step * ROWS_PER_STEP;
@@ -90,7 +98,7 @@ template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GAT
             if (GATE > 0 && kKMajor) from = source + folded(r) * row_stride + (in_second_half(r) ? gate_offset : 0);
             const int valid = (kKMajor ? folded(r) : r) < rows_exist ? cols : 0;
             if constexpr (kAsync) {
-                cp_async<ACCESS>(destination + Tile::offset(r, col), from, valid * int(sizeof(T)));
+                cp_async<ACCESS>(destination + Tile::moved(first, step * ROWS_PER_STEP, 0), from, valid * int(sizeof(T)));
             } else {
                 const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
                 pending[step] = valid > 0 ? bits[0] : 0;
@@ -107,8 +115,8 @@ template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GAT
             for (int step = 0; step < STEPS; ++step) {
                 const int r = row + step * ROWS_PER_STEP;
                 if (Tile::ROWS % ROWS_PER_STEP != 0 && r >= Tile::ROWS) break;
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(destination + Tile::offset(r, col)), "r"(pending[step])
-                             : "memory");
+                const int offset = Tile::moved(Tile::offset(row, col), step * ROWS_PER_STEP, 0);
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(destination + offset), "r"(pending[step]) : "memory");
             }
         }
     }

@@ -130,11 +130,8 @@ template <class T, class Tile, bool kKMajor> struct FragmentReader {
     }
 
 private:
-    // The lane's offset, mn and k further on. Tile::offset is linear over XOR and the steps share no bit with the
-    // lane's part, so the chunk moves by XOR and the row by an addition that folds into the instruction.
     __device__ int moved(int mn, int k) const {
-        const int step = kKMajor ? Tile::offset(mn, k) : Tile::offset(k, mn);
-        return (lane_offset ^ (step & (Tile::ROW_BYTES - 1))) + (step & ~(Tile::ROW_BYTES - 1));
+        return kKMajor ? Tile::moved(lane_offset, mn, k) : Tile::moved(lane_offset, k, mn);
     }
 };
 

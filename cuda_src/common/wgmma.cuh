@@ -20,8 +20,8 @@ template <bool kKMajor, int BLOCK_K> struct WgmmaOperand {
         constexpr uint64_t kLeading = kKMajor ? 1 : BOX >> 4, kStride = ATOM >> 4, kSwizzle = 1;
         return kSwizzle << 62 | kStride << 32 | kLeading << 16 | address >> 4;
     }
-    static __device__ uint64_t advance(uint64_t descriptor, int k_steps) {
-        return descriptor + k_steps * (K_STEP >> 4);
+    static __device__ uint64_t advance(uint64_t descriptor, int atoms, int k_steps) {
+        return descriptor + (atoms * ROWS_64 + k_steps * K_STEP >> 4);
     }
 };
 

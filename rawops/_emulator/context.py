@@ -43,7 +43,7 @@ class Context:
         Coordinates of each lane's block and cluster. `smid` is the multiprocessor it is said to run on.
     alive : ndarray of bool, shape (L,)
         Lanes that exist and have not exited. `alive_bits` is the same packed by warp, `alive_count` their
-        number, `everyone` they as a group. `exists` also has those that have exited.
+        number, `everyone` they as a group. `exists` and `exists_count` also have those that have exited.
     shared : SharedSpace
         Shared memory of all resident blocks, with initialisation and race tracking.
     races : Races or None
@@ -69,6 +69,7 @@ class Context:
         self.clusterid = np.zeros((3, self.L), np.uint32)
         self.smid = np.zeros(self.L, np.uint32)
         self.exists = np.zeros(self.L, bool)
+        self.exists_count = 0
         self.alive = np.zeros(self.L, bool)
         self.alive_bits = np.zeros(self.R * self.W, np.uint32)
         self.alive_count = 0
@@ -87,6 +88,7 @@ class Context:
         self.clusterid[:] = self.ctaid // np.array(self.launch.cluster, np.uint32)[:, None]
         self.smid[: count * self.T] = np.repeat(blocks % SM_COUNT, self.T)
         self.exists[:] = (self.thread_of < self.launch.threads) & (self.block_of < count)
+        self.exists_count = int(np.count_nonzero(self.exists))
         self.alive[:] = self.exists
         self._count_alive()
         self._states.clear()
@@ -110,12 +112,19 @@ class Context:
     def state(self, key: str, factory: Callable[[], Any]) -> Any:
         """State of an instruction family for the present batch (cp.async groups, mbarriers, ...).
 
-        Made by `factory` at first use in each batch: ask for it inside `run`, not while binding.
+        Made by `factory` at first use in each batch: ask for it inside `run`, not while binding. If it has a
+        method `finish`, that is called when all blocks of the batch have exited.
         """
         found = self._states.get(key)
         if found is None:
             found = self._states[key] = factory()
         return found
+
+    def finish(self) -> None:
+        """All blocks of the batch have exited: let the families object to what they left in flight."""
+        for state in self._states.values():
+            if hasattr(state, "finish"):
+                state.finish()
 
     def set_spaces(self, spaces: dict[str, Space], races: Any) -> None:
         """Give the context its memory spaces, by PTX name, and the race tracker or None."""

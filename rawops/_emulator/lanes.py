@@ -120,12 +120,16 @@ class Wait:
         ``why(lanes) -> str`` for the deadlock report, as in "bar.sync 1 (64 of 128 threads arrived)".
     resume : callable, optional
         ``resume(lanes)``, run once for the lanes that go on: write results, acquire clocks.
+    give_up : callable, optional
+        ``give_up(lanes)``, for waits that may end for want of time: run for lanes that go on although they
+        are not ready, when nothing else can run.
     """
 
     lanes: Lanes
     ready: Callable[[Lanes], np.ndarray]
     why: Callable[[Lanes], str]
     resume: Callable[[Lanes], None] | None = None
+    give_up: Callable[[Lanes], None] | None = None
 
 
 def pack_warps(mask: np.ndarray) -> np.ndarray:

@@ -223,9 +223,10 @@ def _smallest_shared_access(program: Program) -> int:
     for ins in program.instructions:
         name, modifiers = ins.opcode[0], set(ins.opcode)
         if name in ("ld", "st", "atom", "red") and not modifiers & {"global", "local", "const", "param"}:
-            length = next((int(m[1]) for m in ins.opcode if m in ("v2", "v4", "v8")), 1)
+            vector = () if "async" in modifiers else ins.opcode  # st.async goes an element at a time
+            length = next((int(m[1]) for m in vector if m in ("v2", "v4", "v8")), 1)
             smallest = min(smallest, SIZE.get(ins.opcode[-1], 4) * length)
-        elif name == "cp" and isinstance(ins.operands[-1], Imm):
+        elif name == "cp":
             sizes = [int(op.number) for op in ins.operands if isinstance(op, Imm) and op.number in (4, 8)]
             smallest = min([smallest, *sizes])
         elif name == "mbarrier":

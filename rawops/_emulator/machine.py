@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -70,6 +70,7 @@ class Machine:
         self._fronts: dict[Key, Lanes] = {}
         self._gathering: dict[Key, Lanes] = {}
         self._waiting: list[tuple[int, Wait]] = []
+        self._gave_up_at = -1  # launch.progress when waits last ended for want of time
         self._yielded: dict[Key, Lanes] = {}
         self._returns: dict[str, np.ndarray] = {}
         self._branches: dict[int, Callable[[Lanes], np.ndarray]] = {}
@@ -77,7 +78,7 @@ class Machine:
         self._group_of: np.ndarray | None = None
         if self._rng is not None:
             wide = any(lookup(ins).scope == "warpgroup" for ins in self._code if ins.opcode[0] == "wgmma")
-            self._group_of = ctx.warp_of // (4 if wide else 1)
+            self._group_of = ctx.block_of * -(-ctx.W // 4) + ctx.thread_of // 128 if wide else ctx.warp_of
 
     def start(self, blocks: np.ndarray) -> None:
         """Take up a batch of blocks."""
@@ -91,9 +92,12 @@ class Machine:
         while True:
             if not self._fronts and not self._poll():
                 if not self.ctx.alive_count:
+                    self.ctx.finish()
                     return State.DONE
-                if not self._yielded:
+                if not self._yielded and not self._give_up():
                     raise self._deadlock()
+                if self._fronts:
+                    continue
                 self._fronts, self._yielded = self._yielded, {}
                 rounds = rounds + 1 if launch.progress == progress else 0
                 progress = launch.progress
@@ -240,7 +244,7 @@ class Machine:
                 self._push(index, lanes)
                 if lanes is wait.lanes:
                     continue
-                wait = Wait(wait.lanes.select(~ready), wait.ready, wait.why, wait.resume)
+                wait = replace(wait, lanes=wait.lanes.select(~ready))
             self._waiting.append((index, wait))
         for key, lanes in list(self._gathering.items()):
             step = self._steps[key[1]]
@@ -250,6 +254,20 @@ class Machine:
                 del self._gathering[key]
                 _merge(self._fronts, key, lanes)
         return moved
+
+    def _give_up(self) -> bool:
+        """Let waits that may end by themselves do so, once for each time that something has changed."""
+        if self.ctx.launch.progress == self._gave_up_at:
+            return False
+        self._gave_up_at = self.ctx.launch.progress
+        waiting, self._waiting = self._waiting, []
+        for index, wait in waiting:
+            if wait.give_up is None:
+                self._waiting.append((index, wait))
+            else:
+                wait.give_up(wait.lanes)
+                self._push(index, wait.lanes)
+        return bool(self._fronts)
 
     # ---- control flow --------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from .types import UINT
 if TYPE_CHECKING:
     from .context import Context
 
-_PAGE = 4096
+_ALIGNMENT = 512  # of allocations, as on a device
+_HOST_ALIGNMENT = 16  # of NumPy's allocations: misalignment beyond it is the array's own
 _FIRST = 0x7_0000_0000
 _GAP = 1 << 20  # unmapped between allocations, so that an index that is off faults
 _TOMBSTONES = 4096  # freed allocations remembered, for the sake of messages
@@ -105,10 +106,10 @@ class GlobalMemory:
 
     def _add(self, root: np.ndarray) -> Segment:
         low, high = _extent(root)
-        base = self._next + (low - self._next) % _PAGE
+        base = self._next + low % _HOST_ALIGNMENT
         segment = Segment(base, high - low, low, "")
         segment.make_views()
-        self._next = base + segment.size + _GAP
+        self._next = -(-(base + segment.size + _GAP) // _ALIGNMENT) * _ALIGNMENT
         if len(self._segments) > _TOMBSTONES:
             self._segments = [s for s in self._segments if s.alive]
             self._starts = [s.base for s in self._segments]

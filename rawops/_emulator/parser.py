@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ class Function:
     cluster: tuple[int, int, int] = (1, 1, 1)
 
 
-@dataclass(slots=True)
+@dataclass
 class Program:
     """A decoded kernel with everything it can call.
 
@@ -204,6 +205,17 @@ class Program:
     def parse(ptx: str, entry: str) -> Program:
         """Decode a kernel from PTX text; cached by the text and the name of the entry."""
         return _parse(_Text(ptx), entry)
+
+    @cached_property
+    def read_registers(self) -> frozenset[str]:
+        """Registers named anywhere but as the result of an atomic: others need no old value."""
+        names: set[str] = set()
+        for ins in self.instructions:
+            operands = ins.operands[1:] if ins.opcode[0] == "atom" else ins.operands
+            names.update(_register_names(operands))
+            if ins.guard is not None:
+                names.add(ins.guard[0].name)
+        return frozenset(names)
 
     @property
     def cluster(self) -> tuple[int, int, int]:
@@ -560,6 +572,21 @@ class _Operands:
 
 
 # ---- small pieces --------------------------------------------------------------------------------------
+
+
+def _register_names(operands: tuple[Operand, ...]) -> Iterator[str]:
+    for op in operands:
+        match op:
+            case Reg():
+                yield op.name
+            case Not():
+                yield op.operand.name
+            case Vec() | Group():
+                yield from _register_names(op.items)
+            case Pair():
+                yield from _register_names((op.first, op.second))
+            case Mem():
+                yield from _register_names((op.base, *op.extra))
 
 
 def _offset(token: str) -> tuple[str, int, int]:

@@ -39,6 +39,7 @@ class Clocks:
         self.per_block = ctx.W + 1
         self.columns = ctx.cluster_size * self.per_block
         self.agent_of = ctx.block_of * self.per_block + ctx.warp_of % ctx.W
+        self.column_of = self.column(self.agent_of)
         self.now = 0
         self.places: list[int] = [0]  # which instruction took each tick
         self._ctx = ctx
@@ -153,6 +154,7 @@ class Shadow:
         self._writes = np.zeros(nbytes // granule, np.uint64)
         self._last_read = np.zeros_like(self._writes)
         self._reads = np.zeros((clocks.columns, nbytes // granule), np.uint64)
+        self._lane = np.arange(ctx.L, dtype=np.uint64)
         self._published: dict[int, np.ndarray] = {}
 
     def reset(self) -> None:
@@ -166,54 +168,60 @@ class Shadow:
         index, k = self._rows(index, size)
         if strong and self._published:
             self._acquire(index * k, owners)
-        stamps = self._writes.reshape(-1, k).take(index, axis=0)
+        stamps = _wide(self._writes, k).take(index, axis=0)
         # One unsigned comparison: 0 (never written) wraps round to the largest value.
         if not (stamps - _ONE < clocks.lowest).all():
-            self._examine(stamps, index, owners, strong, "read")
-        stamp = self._stamp(owners, strong)[:, None]
-        rows = clocks.column(clocks.agent_of.take(owners)) * (len(self._writes) // k) + index
-        self._reads.reshape(-1, k)[rows] = stamp
-        self._last_read.reshape(-1, k)[index] = stamp
+            self._examine(stamps.reshape(-1, k), owners, strong, "read")
+        stamp = self._stamp(owners, strong, k)
+        rows = clocks.column_of.take(owners) * (len(self._writes) // k) + index
+        _wide(self._reads.ravel(), k)[rows] = stamp
+        _wide(self._last_read, k)[index] = stamp
 
     def write(self, index: np.ndarray, size: int, owners: np.ndarray, strong: bool) -> np.ndarray:
         """Lanes write: refuse what is unordered. Returns which lanes lost to another of this instruction."""
         clocks = self._clocks
         index, k = self._rows(index, size)
         self._check_write(index, k, owners, strong)
-        stamp = self._stamp(owners, strong)
-        view = self._writes.reshape(-1, k)
-        view[index] = stamp[:, None]
+        stamp = self._stamp(owners, strong, k)
+        view = _wide(self._writes, k)
+        view[index] = stamp
         if strong and clocks.any_fence:
             self._publish(index * k, owners)
-        return view[index, 0] != stamp
+        lost = view.take(index, axis=0) != stamp
+        return lost if k == 1 else lost[:, 0]
 
     def cross_proxy(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
         """Copy engines or wgmma read for the owners: refuse what its writer has not fenced since."""
-        stamps = self._writes.reshape(-1, size // self._granule).take(index, axis=0).ravel()
+        index, k = self._rows(index, size)
+        stamps = _wide(self._writes, k).take(index, axis=0).ravel()
         lanes = (stamps & _LANE).astype(np.intp)
         unfenced = (stamps >> _SHIFT).astype(np.int64) > self._clocks.proxy_fenced(lanes)
         unfenced &= (stamps & _ENGINE) == 0
         if unfenced.any():
-            owners = np.repeat(owners, size // self._granule)
-            what = "(by the async proxy; fence.proxy.async is missing after it)"
-            self._report(stamps, owners, np.flatnonzero(unfenced)[0], "read", f"{what} a write by")
+            at = np.flatnonzero(unfenced)[0]
+            place = self._ctx.program.instructions[self._clocks.places[int(stamps[at] >> _SHIFT)]].place
+            raise self._ctx.error(
+                RaceError,
+                f"the async proxy reads shared memory that {self._ctx.who(lanes[at])} wrote at {place} "
+                "without a fence.proxy.async after it",
+                owners[at // k],
+            )
 
     def pend(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
         """An asynchronous copy will write: checked like a write now, unreadable until it lands."""
         index, k = self._rows(index, size)
         self._check_write(index, k, owners, False)
         self._clocks.tick()
-        self._writes.reshape(-1, k)[index] = (_PENDING | owners.astype(np.uint64))[:, None]
+        stamp = self._lane.take(owners) | _PENDING
+        _wide(self._writes, k)[index] = stamp if k == 1 else stamp[:, None]
 
     def land(self, index: np.ndarray, size: int, owners: np.ndarray, engine: bool) -> None:
         """The copy has been made, by the owners themselves or by an engine for them."""
+        index, k = self._rows(index, size)
         if engine:
             self._clocks.act(self._clocks.engine(np.unique(self._ctx.block_of[owners])))
-        stamp = self._stamp(owners, False)
-        if engine:
-            stamp |= _ENGINE
-        index, k = self._rows(index, size)
-        self._writes.reshape(-1, k)[index] = stamp[:, None]
+        stamp = self._stamp(owners, False, k)
+        _wide(self._writes, k)[index] = stamp | _ENGINE if engine else stamp
 
     def _rows(self, index: np.ndarray, size: int) -> tuple[np.ndarray, int]:
         """Element indices as rows of k granules each; an access smaller than a granule counts as one."""
@@ -221,22 +229,21 @@ class Shadow:
             return index, size // self._granule
         return index * size // self._granule, 1
 
-    def _stamp(self, owners: np.ndarray, strong: bool) -> np.ndarray:
+    def _stamp(self, owners: np.ndarray, strong: bool, k: int) -> np.ndarray:
         base = np.uint64(self._clocks.tick() << 32)
-        return owners.astype(np.uint64) | (base | _STRONG if strong else base)
+        stamp = self._lane.take(owners) | (base | _STRONG if strong else base)
+        return stamp if k == 1 else stamp[:, None]
 
     def _check_write(self, index: np.ndarray, k: int, owners: np.ndarray, strong: bool) -> None:
         lowest = self._clocks.lowest
-        stamps = self._writes.reshape(-1, k).take(index, axis=0)
+        stamps = _wide(self._writes, k).take(index, axis=0)
         if not (stamps <= lowest).all():
-            self._examine(stamps, index, owners, strong, "write")
-        stamps = self._last_read.reshape(-1, k).take(index, axis=0)
+            self._examine(stamps.reshape(-1, k), owners, strong, "write")
+        stamps = _wide(self._last_read, k).take(index, axis=0)
         if not (stamps <= lowest).all():
-            self._examine_readers(stamps, index, owners, strong)
+            self._examine_readers(stamps.reshape(-1, k), index, owners, strong)
 
-    def _examine(
-        self, stamps: np.ndarray, index: np.ndarray, owners: np.ndarray, strong: bool, access: str
-    ) -> None:
+    def _examine(self, stamps: np.ndarray, owners: np.ndarray, strong: bool, access: str) -> None:
         """Look closely at earlier writes that are not ordered for everybody."""
         clocks = self._clocks
         limit = clocks.limit.take(clocks.agent_of.take(owners))[:, None]
@@ -283,7 +290,7 @@ class Shadow:
         if strong:
             ordered |= (reads & _STRONG) != 0
         if not ordered.all():
-            column, access = np.argwhere(~ordered)[0]
+            access, column = np.argwhere(~ordered.T)[0]
             self._report(reads[column], owners, access, "write", "a read by")
 
     def _report(self, stamps: np.ndarray, owners: np.ndarray, at: int, access: str, what: str) -> None:
@@ -318,3 +325,8 @@ class Shadow:
             learned = self._published.get(key)
             if learned is not None:
                 clocks.acquire(np.unique(agents[granules == key]), learned)
+
+
+def _wide(granules: np.ndarray, k: int) -> np.ndarray:
+    """Granules in rows of k; a row of one is left a scalar, which NumPy gathers faster."""
+    return granules if k == 1 else granules.reshape(-1, k)

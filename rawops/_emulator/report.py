@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .instructions import lookup
+from .instructions import kind_of
 
 if TYPE_CHECKING:
     from .context import Context
@@ -152,7 +152,7 @@ class LaunchReport:
             ins = self._program.instructions[index]
             site = self._site(index)
             site.instructions = int(executed[index])
-            kind = lookup(ins).kind
+            kind = kind_of(ins)
             self.instructions[kind] = self.instructions.get(kind, 0) + site.instructions
         for index, site in self._sites.items():
             place = self._program.instructions[index].place

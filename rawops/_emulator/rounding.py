@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -126,34 +127,33 @@ def direct(nearest: np.ndarray, residual: np.ndarray, mode: str) -> np.ndarray:
     return np.where(away, np.nextafter(nearest, nearest.dtype.type(0)), nearest)
 
 
-def round_sum(total: np.ndarray, error: np.ndarray, mode: str) -> np.ndarray:
-    """float32 of the exact ``total + error`` (float64 each) by a directed mode."""
-    result = np.asarray(total).astype(np.float32)
-    gap = total - result
-    return direct(result, np.where(gap != 0, gap, error), mode)
+def direct_sum(total: np.ndarray, error: np.ndarray, mode: str, x: Any, y: Any) -> np.ndarray:
+    """float32 of the exact ``total + error`` = x + y (float64 each) by a directed mode."""
+    nearest = np.asarray(total).astype(np.float32)
+    gap = total - nearest
+    residual = np.where(gap != 0, gap, error)
+    return zero_sign(direct(nearest, residual, mode), residual, x, y, mode)
 
 
-def zero_sign(result: np.ndarray, x: Any, y: Any, mode: str) -> np.ndarray:
+def zero_sign(result: np.ndarray, residual: np.ndarray, x: Any, y: Any, mode: str) -> np.ndarray:
     """An exact sum x + y of 0 is -0 when rounding down, unless both are +0."""
     if mode != "rm":
         return result
-    negative = (result == 0) & (np.signbit(x) | np.signbit(y))
+    negative = (result == 0) & (residual == 0) & (np.signbit(x) | np.signbit(y))
     return np.where(negative, result.dtype.type(-0.0), result)
 
 
-def exact_sign(a: np.ndarray, b: np.ndarray, c: np.ndarray, result: np.ndarray) -> np.ndarray:
-    """The sign of a * b + c - result for float64, exactly."""
-    signs = np.zeros(len(result))
-    for i, r in enumerate(result):
-        values = float(a[i]), float(b[i]), float(c[i])
-        if not np.isfinite(values).all():
-            continue
-        exact = Fraction(values[0]) * Fraction(values[1]) + Fraction(values[2])
-        if np.isinf(r):
-            signs[i] = -np.sign(r)
-        else:
-            rest = exact - Fraction(float(r))
-            signs[i] = (rest > 0) - (rest < 0)
+def exact_sign(a: Any, b: Any, c: Any, result: Any) -> np.ndarray:
+    """The sign of a * b + c - result for float64, exactly; 0 where one of them is infinite or NaN."""
+    values = [v.tolist() for v in np.broadcast_arrays(*(np.atleast_1d(v) for v in (a, b, c, result)))]
+    signs = np.zeros(len(values[0]))
+    for i, (x, y, z, r) in enumerate(zip(*values, strict=True)):
+        if math.isfinite(x) and math.isfinite(y) and math.isfinite(z) and not math.isnan(r):
+            if math.isinf(r):
+                signs[i] = -1 if r > 0 else 1
+            else:
+                rest = Fraction(x) * Fraction(y) + Fraction(z) - Fraction(r)
+                signs[i] = (rest > 0) - (rest < 0)
     return signs
 
 

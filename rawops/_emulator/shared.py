@@ -114,6 +114,10 @@ class SharedSpace(Space):
             self._shadow.cross_proxy(index, size, owners)
         return self._views[size].take(index)
 
+    def peek(self, addresses: np.ndarray, size: int, owners: np.ndarray) -> np.ndarray:
+        """What lies there, without any check but of the addresses."""
+        return self._views[size].take(self.index(addresses, size, owners))
+
     def pend(self, addresses: np.ndarray, size: int, owners: np.ndarray) -> None:
         """An asynchronous copy to these addresses has been issued; until it lands, reading them raises."""
         index = self.index(addresses, size, owners)
@@ -145,6 +149,11 @@ class SharedSpace(Space):
             self._fault(addresses, owners, size, bad)
         block = ctx.block_of.take(owners)
         target = np.where(rank >= 0, block - block % ctx.cluster_size + rank, block)
+        gone = ~ctx.alive.reshape(ctx.R, ctx.T).any(axis=1).take(target)
+        if gone.any():
+            at = np.flatnonzero(gone)[0]
+            message = f"access to the shared memory of block {rank[at]} of the cluster, which has exited"
+            raise ctx.error(MemoryFault, message, owners[at])
         if ctx.races is not None and (target != block).any():
             ctx.races.reaches_out()
         return self._elements(offset, target.astype(np.uint64) * np.uint64(self.stride) + offset, size, owners)

@@ -55,6 +55,7 @@ def special_register(ctx: Context, name: str) -> np.ndarray | int:
         case "gridid":
             return 0
         case "clock" | "clock64" | "clock_hi" | "globaltimer" | "globaltimer_lo" | "globaltimer_hi":
+            launch.steps += 1
             return _time(launch.steps, name)
         case "dynamic_smem_size":
             return launch.dynamic_shared

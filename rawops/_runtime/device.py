@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rawops import _emulator, config
+from rawops import config
 from rawops._runtime import compiler
 from rawops._runtime.checks import fail
 
@@ -146,7 +146,7 @@ class CudaFunction:
 
     def _opt_in(self, shared_bytes: int) -> None:
         check_shared(self.device, self.compiled, shared_bytes)
-        with self._lock:
+        with self._lock, _capture_allowed():
             if shared_bytes > self._shared_limit:
                 self.device._driver.funcSetAttribute(self._pointer, _MAX_DYNAMIC_SHARED, shared_bytes)
                 self._shared_limit = shared_bytes
@@ -161,7 +161,7 @@ def check_shared(device, compiled: compiler.Compiled, shared_bytes: int) -> None
 
 
 class _capture_allowed:
-    """Let modules load while any thread captures a stream: loading is no part of a graph."""
+    """Let kernels load and be set up while any thread captures a stream: that is no part of a graph."""
 
     def __enter__(self):
         self._mode = ctypes.c_int(_CAPTURE_RELAXED)
@@ -199,6 +199,9 @@ class EmulatedDevice:
             fail(ValueError, "emulate", "arch", f"be {names}", repr(arch))
         self.arch = arch
         self.sm_count, self.max_shared_bytes = _CARDS[self.capability]
+        from rawops import _emulator  # here, since it takes a tenth of a second that a GPU does not need
+
+        self.emulator = _emulator
         self.memory = _emulator.GlobalMemory()
         self.functions: dict = {}
         self.report: list = []
@@ -228,12 +231,12 @@ class EmulatedFunction:
 
     def __init__(self, device: EmulatedDevice, compiled: compiler.Compiled) -> None:
         self.device, self.compiled, self.layout = device, compiled, Layout(compiled.parameters)
-        self.program = _emulator.Program.parse(compiled.ptx, compiled.lowered)
+        self.program = device.emulator.Program.parse(compiled.ptx, compiled.lowered)
 
     def __call__(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
         """Run with values in parameter order: ints, floats, and bytes for structs."""
         check_shared(self.device, self.compiled, shared_bytes)
-        report = _emulator.emulate_launch(
+        report = self.device.emulator.emulate_launch(
             self.program,
             tuple(grid),
             tuple(block),

@@ -17,7 +17,8 @@ __device__ inline void fill(u32* tile, u32 first) {
                __VA_ARGS__                                                                                            \
                : "memory")
 
-// Block b loads the box at coordinates 3b.. and writes out the raw tile; what no copy wrote keeps its filling.
+// Block b loads the box at coordinates 3b.. and writes out the raw tile and as many bytes after it, which no copy
+// should have changed.
 template <int rank>
 __global__ void load(const __grid_constant__ TensorMap map, const int* coordinates, u32* out, u32 bytes) {
   __shared__ __align__(1024) u32 tile[capacity / 4];
@@ -35,7 +36,7 @@ __global__ void load(const __grid_constant__ TensorMap map, const int* coordinat
       LOAD("3d", "{%3, %4, %5}", "r"(at[0]), "r"(at[1]), "r"(at[2]));
   }
   barrier_wait(&barrier, 0);
-  for (u32 i = threadIdx.x; i < (bytes + 64) / 4; i += blockDim.x) out[blockIdx.x * (bytes + 64) / 4 + i] = tile[i];
+  for (u32 i = threadIdx.x; i < bytes / 2; i += blockDim.x) out[blockIdx.x * (bytes / 2) + i] = tile[i];
 }
 
 #define STORE(instruction, coordinates, ...)                                                                          \

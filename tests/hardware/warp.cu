@@ -74,6 +74,7 @@ END
 LANES(elect, u32, u32)
   ROW_RR("{ .reg .pred p; elect.sync %0|p, -1; @p or.b32 %0, %0, 256; }")
   u32 leader = 0;
-  if (threadIdx.x % 32 > 4) asm volatile("{ .reg .pred p; elect.sync %0|p, 0xffffffe0; @p or.b32 %0, %0, 256; }" : "=r"(leader));
+  if (threadIdx.x % 32 > 4)
+    asm volatile("{ .reg .pred p; elect.sync %0|p, 0xffffffe0; @p or.b32 %0, %0, 256; }" : "=r"(leader));
   *out = leader;
 END

@@ -92,13 +92,14 @@ template <class P, u32 swizzle_a, bool a_k_major, u32 swizzle_b, bool b_k_major>
 __global__ void __launch_bounds__(128) product(const char* a, const char* b, u32* out) {
   __shared__ __align__(1024) char tile_a[64 * depth], tile_b[P::n * depth];
   constexpr u32 lines = depth / 2;  // 16-bit elements where K runs over the lines
-  constexpr Layout of_a{a_k_major ? 64 : lines, swizzle_a, a_k_major}, of_b{b_k_major ? P::n : lines, swizzle_b, b_k_major};
+  constexpr Layout of_a{a_k_major ? 64 : lines, swizzle_a, a_k_major};
+  constexpr Layout of_b{b_k_major ? P::n : lines, swizzle_b, b_k_major};
   stage(tile_a, a, 64, of_a);
   stage(tile_b, b, P::n, of_b);
-  begin();
   const u32 at_a = (u32)__cvta_generic_to_shared(tile_a), at_b = (u32)__cvta_generic_to_shared(tile_b);
   u32 d[P::words];
   for (u32 i = 0; i < P::words; ++i) d[i] = 0x40e00000;  // the first instruction does not accumulate
+  begin();
 #pragma unroll
   for (u32 step = 0; step < 4; ++step) {
     const u64 from_a = descriptor(of_a, at_a + (a_k_major ? place(of_a, 0, 32 * step) : place(of_a, 16 * step, 0)));

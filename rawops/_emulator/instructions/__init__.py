@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UnsupportedPTX
+from ..types import is_float
 
 if TYPE_CHECKING:
     from ..context import Context
@@ -71,7 +72,7 @@ def instruction(
         name that the opcode starts with wins.
     scope, member_mask, kind
         See `Entry`. `kind` is one of "integer", "float", "convert", "move", "memory", "control", "warp",
-        "barrier", "matrix", "async".
+        "barrier", "matrix", "async"; "arithmetic" is split into integer and float by type.
     """
 
     def register(binder: Binder) -> Binder:
@@ -91,6 +92,14 @@ def lookup(ins: Instruction) -> Entry:
         if entry is not None:
             return entry
     raise unsupported(ins)
+
+
+def kind_of(ins: Instruction) -> str:
+    """The class under which the report counts an instruction."""
+    kind = lookup(ins).kind
+    if kind != "arithmetic":
+        return kind
+    return "float" if is_float(ins.opcode[-1]) else "integer"
 
 
 def unsupported(ins: Instruction, detail: str = "") -> UnsupportedPTX:

@@ -6,13 +6,15 @@ A copy's source is read when it is issued; its destination is written when the p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from ...errors import RaceError
 from ..types import UINT
 from . import instruction, options, unsupported
-from .mbarrier import Deferred, barriers, clock_of, shared_address
+from .mbarrier import Deferred, barriers, clock_of, released, shared_address
 
 _EVERYTHING = np.iinfo(np.int64).max
 
@@ -167,17 +169,50 @@ def mbarrier_arrive(ins, ctx):
     def run(lanes) -> None:
         copies = _copies(ctx)
         for barrier, positions in barriers(ctx, address(lanes), lanes.ids):
-            ids, last = lanes.ids[positions], copies.mark()
-
-            def land(ids=ids, last=last) -> np.ndarray | None:
-                copies.land(ids, _EVERYTHING, last, engine=True)
-                return engine_clock(ctx, ids)
-
+            ids = lanes.ids[positions]
             if "noinc" not in given:
                 barrier.pending += len(ids)
+            land = _lander(ctx, copies, ids)
             barrier.defer(Deferred(len(ids), 0, land), is_early(ctx))
 
     return run
+
+
+def _lander(ctx, copies: _Copies, ids: np.ndarray) -> Callable[[], np.ndarray | None]:
+    """What lands the copies that the lanes have issued so far, and tells their clock."""
+    last, clock = copies.mark(), released(ctx, ids)
+
+    def land() -> np.ndarray | None:
+        copies.land(ids, _EVERYTHING, last, engine=True)
+        return None if clock is None else np.maximum(clock, engine_clock(ctx, ids))
+
+    return land
+
+
+class SharedSource:
+    """Shared memory that an operation in flight reads: when it is issued, and again when it completes.
+
+    The second look finds what was overwritten, or is about to be by a copy, before the program waited.
+    """
+
+    def __init__(self, ctx, addresses: np.ndarray, owner: int) -> None:
+        self._ctx, self.issued = ctx, ctx.current
+        self._addresses, self._owners = addresses, np.full(len(addresses), owner)
+        self._seen = self._fetch()
+
+    def _fetch(self) -> np.ndarray:
+        return self._ctx.shared.fetch(self._addresses, 16, self._owners)
+
+    def read(self) -> np.ndarray:
+        """The bytes as they are now."""
+        ctx = self._ctx
+        found = ctx.shared.peek(self._addresses, 16, self._owners)
+        if ctx.races is not None:
+            if found.tobytes() != self._seen.tobytes():
+                message = "what this reads of shared memory was overwritten before it was waited for"
+                raise ctx.error(RaceError, message, int(self._owners[0]), self.issued)
+            self._fetch()
+        return found.view(np.uint8)
 
 
 def engine_clock(ctx, ids: np.ndarray) -> np.ndarray | None:

@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...errors import MemoryFault, RaceError
+from ...errors import EmulatorError, MemoryFault
 from ..shared import RANK_SHIFT
 from ..types import SIZE, UINT
 from . import instruction, options, unsupported
-from .asynchronous import engine_clock, is_early
+from .asynchronous import SharedSource, engine_clock, is_early
+from .atomic import Atomic, operation_of
 from .groups import GroupQueue
 from .mbarrier import Barrier, Deferred, barriers
-from .reduction import reduction
 
 _UNIT = 16  # bytes: what bulk copies are made of
 _HINTS = "L2::cache_hint"
@@ -65,49 +65,50 @@ def deliver(ctx, lane: int, addresses: np.ndarray, values: np.ndarray, barrier: 
     barrier.defer(Deferred(0, values.nbytes, land), is_early(ctx))
 
 
-class Outgoing:
-    """A copy out of shared memory in flight.
+class _Stores:
+    """The bulk groups of each lane: copies out of shared memory, as their source and what writes it out."""
 
-    Parameters
-    ----------
-    addresses : ndarray
-        The 16-byte units of the source.
-    write : callable
-        Takes the source's bytes and puts them where they go.
-    """
+    def __init__(self, ctx) -> None:
+        self._ctx = ctx
+        self._queues: dict[int, GroupQueue[tuple[SharedSource, Write]]] = {}
 
-    def __init__(self, ctx, lane: int, addresses: np.ndarray, write: Write) -> None:
-        self._ctx, self._write, self._issued = ctx, write, ctx.current
-        self._addresses, self._owners = addresses, np.full(len(addresses), lane)
-        self._seen = ctx.shared.fetch(addresses, _UNIT, self._owners)
+    def of(self, lane: int) -> GroupQueue[tuple[SharedSource, Write]]:
+        """A lane's groups."""
+        return self._queues.setdefault(lane, GroupQueue())
 
     def finish(self) -> None:
-        """Read the source for good and write it out."""
-        found = self._ctx.shared.fetch(self._addresses, _UNIT, self._owners)
-        if self._ctx.races is not None and found.tobytes() != self._seen.tobytes():
-            message = "the source of a bulk copy was overwritten before the copy was waited for"
-            raise self._ctx.error(RaceError, message, int(self._owners[0]), self._issued)
-        self._write(found.view(np.uint8))
+        """Refuse copies whose source was gone, with its block, before they were waited for."""
+        for lane, queue in self._queues.items():
+            for source, _ in queue:
+                message = "the block exited with this copy in flight; cp.async.bulk.wait_group is missing"
+                raise self._ctx.error(EmulatorError, message, lane, source.issued)
+
+
+def _stores(ctx) -> _Stores:
+    return ctx.state("bulk", lambda: _Stores(ctx))
 
 
 def send(ctx, lane: int, addresses: np.ndarray, write: Write) -> None:
     """Start a copy out of shared memory in the lane's open bulk group."""
-    outgoing = Outgoing(ctx, lane, addresses, write)
+    source = SharedSource(ctx, addresses, lane)
     if is_early(ctx):
-        outgoing.finish()
+        write(source.read())
     else:
-        ctx.state("bulk", dict).setdefault(lane, GroupQueue()).open.append(outgoing)
+        _stores(ctx).of(lane).open.append((source, write))
 
 
-def writer(ctx, addresses: np.ndarray, lane: int, size: int, update=None) -> Write:
-    """Check global addresses now; the result stores bytes there later, or updates what is there."""
+def writer(ctx, addresses: np.ndarray, lane: int, size: int, operation: Atomic | None = None) -> Write:
+    """Check global addresses now; the result stores bytes there later, or combines them with what is there."""
     pieces = ctx.space("global").locate(addresses, size, np.full(len(addresses), lane), "store")
 
     def write(data: np.ndarray) -> None:
         values = data.view(UINT[size])
         for view, index, where in pieces:
             new = values if where is None else values[where]
-            view[index] = new if update is None else update(view[index], new)
+            if operation is None:
+                view[index] = new
+            else:
+                operation.apply(view, index, [new], None, slice(None))
 
     return write
 
@@ -134,8 +135,8 @@ def bulk(ins, ctx):
         raise unsupported(ins)
     destination, source, size, *extra = ins.operands
     to, origin, count = ctx.address(destination), ctx.address(source), ctx.reader(size, "u32")
-    update = reduction(ins, types[0]) if "reduce" in opcode else None
-    width = SIZE[types[0]] if update else _UNIT
+    operation = operation_of(ins, types[0]) if "reduce" in opcode else None
+    width = SIZE[types[0]] if operation else _UNIT
     inward = spaces[0] != "global"
     bell = ctx.address(extra[0]) if inward else None
     mask = ctx.reader(extra[1], "u16") if "multicast::cluster" in opcode else None
@@ -148,9 +149,9 @@ def bulk(ins, ctx):
             values = ctx.shared.fetch(units, _UNIT, owners)
         for address, bell_address in receivers(target, bar, ranks):
             there = chunks(address, nbytes)
-            if update is not None:
+            if operation is not None:
                 old = ctx.shared.fetch(there, _UNIT, owners).view(UINT[width])
-                values = update(old, values.view(UINT[width])).view(UINT[_UNIT])
+                values = operation.combine(old, [values.view(UINT[width])]).view(UINT[_UNIT])
             deliver(ctx, lane, there, values, barrier_at(ctx, bell_address, lane))
 
     def run(lanes) -> None:
@@ -166,7 +167,7 @@ def bulk(ins, ctx):
                 bring(lane, targets[i], starts[i], sizes[i], bars[i], masks[i])
             else:
                 addresses = np.arange(targets[i], targets[i] + sizes[i], width, dtype=np.uint64)
-                send(ctx, lane, chunks(starts[i], sizes[i]), writer(ctx, addresses, lane, width, update))
+                send(ctx, lane, chunks(starts[i], sizes[i]), writer(ctx, addresses, lane, width, operation))
 
     return run
 
@@ -177,9 +178,8 @@ def commit_group(ins, ctx):
     options(ins, "async bulk commit_group")
 
     def run(lanes) -> None:
-        queues = ctx.state("bulk", dict)
         for lane in lanes.ids.tolist():
-            queues.setdefault(lane, GroupQueue()).commit()
+            _stores(ctx).of(lane).commit()
 
     return run
 
@@ -191,11 +191,9 @@ def wait_group(ins, ctx):
     pending = int(ins.operands[0].value("u32"))
 
     def run(lanes) -> None:
-        queues = ctx.state("bulk", dict)
         for lane in lanes.ids.tolist():
-            if lane in queues:
-                for outgoing in queues[lane].drain(pending):
-                    outgoing.finish()
+            for source, write in _stores(ctx).of(lane).drain(pending):
+                write(source.read())
 
     return run
 
@@ -220,28 +218,30 @@ def st_async(ins, ctx):
     size = SIZE[type_]
     to, bar = ctx.address(destination), ctx.address(bell)
     gets = [ctx.reader(item, f"b{8 * size}") for item in items]
-    update = reduction(ins, type_) if ins.opcode[0] == "red" else None
+    operation = operation_of(ins, type_) if ins.opcode[0] == "red" else None
 
     def run(lanes) -> None:
         addresses = to(lanes)[:, None] + np.arange(len(items), dtype=np.uint64) * np.uint64(size)
         values = np.stack([np.broadcast_to(get(lanes), lanes.n) for get in gets], axis=1)
         for barrier, positions in barriers(ctx, bar(lanes), lanes.ids):
             there, owners = addresses[positions].ravel(), np.repeat(lanes.ids[positions], len(items))
-            _store_later(ctx, there, values[positions].ravel(), owners, barrier, update)
+            _store_later(ctx, there, values[positions].ravel(), owners, barrier, operation)
 
     return run
 
 
-def _store_later(ctx, addresses, values, owners, barrier: Barrier, update) -> None:
+def _store_later(ctx, addresses, values, owners, barrier: Barrier, operation) -> None:
     """Land the lanes' values when the barrier's phase is waited for."""
-    if update is None:
+    if operation is None:
         ctx.shared.pend(addresses, values.itemsize, owners)
 
     def land() -> np.ndarray | None:
-        if update is None:
+        if operation is None:
             ctx.shared.land(addresses, values, owners, engine=True)
         else:
-            ctx.shared.atomic(addresses, values, update, owners)
+            ((view, index, _),) = ctx.shared.locate(addresses, values.itemsize, owners, "atomic")
+            operation.apply(view, index, [values], None, slice(None))
+            ctx.shared.land(addresses, view.take(index), owners, engine=True)
         return engine_clock(ctx, owners)
 
     barrier.defer(Deferred(0, values.nbytes, land), is_early(ctx))

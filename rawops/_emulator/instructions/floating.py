@@ -10,12 +10,12 @@ import numpy as np
 from ..rounding import (
     canonical_nans,
     direct,
+    direct_sum,
     exact_sign,
     f64_to_bf16,
     flush,
     fma32,
     fma64,
-    round_sum,
     to_odd,
     two_sum,
     zero_sign,
@@ -82,8 +82,9 @@ def _add_sub(ins: Instruction, ctx: Context, kind: str) -> Run:
     def fn(a: Any, b: Any) -> Any:
         x, y = np.asarray(a, np.float64), np.asarray(b * sign, np.float64)
         total, error = two_sum(x, y)
-        result = round_sum(total, error, mode) if kind == "f32" else direct(total, error, mode)
-        return zero_sign(result, x, y, mode)
+        if kind == "f32":
+            return direct_sum(total, error, mode, x, y)
+        return zero_sign(direct(total, error, mode), error, x, y, mode)
 
     return _lanewise(ins, ctx, kind, fn)
 
@@ -95,10 +96,10 @@ def _mul(ins: Instruction, ctx: Context, kind: str) -> Run:
         return _lanewise(ins, ctx, kind, np.multiply)
 
     def fn(a: Any, b: Any) -> Any:
-        if kind == "f32":
-            return round_sum(np.multiply(a, b, dtype=np.float64), np.float64(0), mode)
         nearest = np.multiply(a, b)
-        return direct(nearest, fma64(a, b, -nearest), mode)
+        if kind == "f32":
+            return direct(nearest, np.multiply(a, b, dtype=np.float64) - nearest, mode)
+        return direct(nearest, exact_sign(a, b, 0.0, nearest), mode)
 
     return _lanewise(ins, ctx, kind, fn)
 
@@ -133,16 +134,16 @@ def _fma_bf16(a: Any, b: Any, c: Any) -> Any:
 def _directed_fma32(mode: str) -> Fn:
     def fn(a: Any, b: Any, c: Any) -> Any:
         product, addend = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)
-        return zero_sign(round_sum(*two_sum(product, addend), mode), product, addend, mode)
+        return direct_sum(*two_sum(product, addend), mode, product, addend)
 
     return fn
 
 
 def _directed_fma64(mode: str) -> Fn:
     def fn(a: Any, b: Any, c: Any) -> Any:
-        a, b, c = np.broadcast_arrays(*map(np.atleast_1d, (a, b, c)))
         nearest = fma64(a, b, c)
-        return zero_sign(direct(nearest, exact_sign(a, b, c, nearest), mode), a * b, c, mode)
+        residual = exact_sign(a, b, c, nearest)
+        return zero_sign(direct(nearest, residual, mode), residual, a * b, c, mode)
 
     return fn
 
@@ -161,7 +162,7 @@ def _quotient(kind: str, mode: str) -> Fn:
         if kind == "f32":  # products of float32 are exact in float64
             residual = np.float64(1) * a - np.multiply(nearest, b, dtype=np.float64)
         else:
-            residual = fma64(-nearest, b, a)
+            residual = exact_sign(-nearest, b, a, 0.0)
         return direct(nearest, np.where(np.isfinite(residual), residual * np.sign(b), 0), mode)
 
     return fn
@@ -280,7 +281,7 @@ def _root(kind: str, mode: str) -> Fn:
         if kind == "f32":
             residual = np.float64(1) * a - np.multiply(nearest, nearest, dtype=np.float64)
         else:
-            residual = fma64(-nearest, nearest, a)
+            residual = exact_sign(-nearest, nearest, a, 0.0)
         return direct(nearest, np.where(np.isfinite(residual), residual, 0), mode)
 
     return fn

@@ -64,14 +64,10 @@ class Barrier:
     deferred: list[Deferred] = field(default_factory=list)
 
     def arrive(self, count: int, clock: np.ndarray | None = None) -> bool:
-        """Count arrivals; False if there are more than the barrier takes."""
-        self._learn(clock)
-        while count > self.pending > 0:
-            count -= self.pending
-            self.pending = 0
-            self._turn()
+        """Count arrivals; False if there are more than the phase lacks."""
         if count > self.pending:
             return False
+        self._learn(clock)
         self.pending -= count
         self._turn()
         return True
@@ -122,6 +118,25 @@ class Barrier:
         )
 
 
+class Barriers:
+    """The barrier objects of the resident blocks, by byte index in shared memory."""
+
+    def __init__(self, ctx) -> None:
+        self._ctx = ctx
+        self.at: dict[int, Barrier] = {}
+
+    def finish(self) -> None:
+        """Refuse copies that were still to land when their blocks had exited."""
+        for barrier in self.at.values():
+            if barrier.deferred:
+                message = f"the block exited with copies to its shared memory in flight at {barrier}"
+                raise self._ctx.error(BarrierError, message, barrier.maker)
+
+
+def _table(ctx) -> dict[int, Barrier]:
+    return ctx.state("mbarrier", lambda: Barriers(ctx)).at
+
+
 def shared_address(ctx, ins: Instruction, mem: Mem):
     """``get(lanes)``: shared addresses of an operand that is generic unless the opcode names the space."""
     get = ctx.address(mem)
@@ -133,7 +148,7 @@ def shared_address(ctx, ins: Instruction, mem: Mem):
 def barriers(ctx, addresses: np.ndarray, ids: np.ndarray) -> Iterator[tuple[Barrier, np.ndarray]]:
     """The barriers at the addresses of some lanes, each with the positions of its lanes."""
     flat = ctx.shared.flat(addresses, 8, ids)
-    table = ctx.state("mbarrier", dict)
+    table = _table(ctx)
     for key, positions in _groups(flat):
         barrier = table.get(key)
         lane = int(ids[positions[0]])
@@ -181,7 +196,7 @@ def init(ins, ctx):
     def run(lanes) -> None:
         addresses = address(lanes)
         flat = ctx.shared.flat(addresses, 8, lanes.ids)
-        table = ctx.state("mbarrier", dict)
+        table = _table(ctx)
         counts = np.broadcast_to(count(lanes), lanes.n)
         for key, at, expected, lane in zip(
             flat.tolist(), addresses.tolist(), counts.tolist(), lanes.ids.tolist(), strict=True
@@ -205,7 +220,7 @@ def inval(ins, ctx):
         for _ in barriers(ctx, address(lanes), lanes.ids):
             pass
         for key in set(flat.tolist()):
-            del ctx.state("mbarrier", dict)[key]
+            del _table(ctx)[key]
 
     return run
 
@@ -222,6 +237,10 @@ def arrive(ins, ctx):
     def arrive_at(barrier: Barrier, numbers: np.ndarray, ids: np.ndarray) -> None:
         total = int(numbers.sum(dtype=np.int64))
         count = len(ids) if expect else total
+        if count > barrier.pending and len(ids) > 1:  # the phase ends with one of the lanes
+            for i in range(len(ids)):
+                arrive_at(barrier, numbers[i : i + 1], ids[i : i + 1])
+            return
         barrier.tx += total if expect else 0
         barrier.expected -= count if drop else 0
         if no_complete and count >= barrier.pending:
@@ -236,6 +255,7 @@ def arrive(ins, ctx):
             states[positions] = barrier.phase << _STATE_SHIFT | barrier.pending
             arrive_at(barrier, numbers[positions], lanes.ids[positions])
         put_state(lanes, states)
+        ctx.launch.progress += 1
 
     return run
 
@@ -269,7 +289,7 @@ def pending_count(ins, ctx):
 
 @instruction("mbarrier.test_wait", "mbarrier.try_wait", kind="barrier")
 def wait(ins, ctx):
-    """Ask whether a phase has completed; try_wait parks the lanes until it has."""
+    """Ask whether a phase has completed; try_wait parks the lanes until it has or nothing else can run."""
     given = options(ins, f"test_wait try_wait parity acquire relaxed b64 {_SCOPES} {_SPACES}")
     put = ctx.writer(ins.operands[0], "pred")
     address = shared_address(ctx, ins, ins.operands[1])
@@ -310,6 +330,6 @@ def wait(ins, ctx):
         if "test_wait" in given:
             put(rest, False)
             return None
-        return Wait(rest, completed, why, go_on)
+        return Wait(rest, completed, why, go_on, lambda lanes: put(lanes, False))
 
     return run

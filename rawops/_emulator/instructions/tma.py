@@ -11,8 +11,8 @@ import numpy as np
 from ...errors import EmulatorError, MemoryFault
 from ..types import SIZE, UINT
 from . import instruction, options, unsupported
+from .atomic import operation_of
 from .bulk import barrier_at, chunks, deliver, own_lanes, receivers, send, writer
-from .reduction import reduction
 from .wgmma import swizzled
 
 # The layout that rawops._runtime.tensormap writes: magic, data type, rank, swizzle, fill, address, sizes - 1,
@@ -120,7 +120,8 @@ class _TensorCopy:
     def __init__(self, ins, ctx, tensor_operand, shared_operand) -> None:
         self._ins, self._ctx = ins, ctx
         self._map, self._shared = ctx.address(tensor_operand), ctx.address(shared_operand)
-        self._coordinates = [ctx.reader(operand, "s32") for operand in tensor_operand.extra]
+        (coordinates,) = tensor_operand.extra
+        self._coordinates = [ctx.reader(operand, "s32") for operand in coordinates.items]
         self.rank = next((int(token[0]) for token in ins.opcode if token in _MODES.split()[:5]), 0)
         if self.rank != len(self._coordinates):
             raise unsupported(ins, f"{len(self._coordinates)} coordinates")
@@ -189,13 +190,13 @@ def _outward(ins, ctx):
             if not box.inside.any():
                 continue
             size, targets, inside = box.unit, box.addresses, box.inside
-            update = reduction(ins, tensor.type) if reduces else None
-            if update is not None and size != tensor.itemsize:
+            operation = operation_of(ins, tensor.type) if reduces else None
+            if operation is not None and size != tensor.itemsize:
                 size = tensor.itemsize
                 parts = np.arange(0, box.unit, size, dtype=np.uint64)
                 targets = (targets[:, None] + parts).ravel()
                 inside = inside.repeat(len(parts))
-            write = writer(ctx, targets[inside], lane, size, update)
+            write = writer(ctx, targets[inside], lane, size, operation)
 
             def put(data: np.ndarray, write=write, inside=inside, size=size) -> None:
                 write(data.view(UINT[size])[inside])

@@ -1,0 +1,295 @@
+"""What the emulator refuses: each error names the kernel, the source line, the block and the thread."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from test_emulator_core import compile_ptx, launch, pack
+
+from rawops._emulator import GlobalMemory, Program, emulate_launch
+from rawops.errors import (
+    BarrierError,
+    EmulatorError,
+    MemoryFault,
+    RaceError,
+    UninitializedRead,
+    UnsupportedPTX,
+)
+
+
+def refused(kind, source, grid, block, *arguments, line, block_id=0, thread=0, match="", **options):
+    """The message of the error that a launch raises, after checking what every message has to say."""
+    with pytest.raises(kind) as caught:
+        launch(source, grid, block, *arguments, **options)
+    message = str(caught.value)
+    assert re.search(rf"\bk\b.*kernel\.cu:{line}\b", message), message
+    if thread is not None:
+        assert f"block ({block_id}, 0, 0)" in message, message
+        assert re.search(rf"thread(s)? (\({thread}, 0, 0\)|{thread}\b)", message), message
+    assert re.search(match, message), message
+    return message
+
+
+OFF_BY_ONE = """
+extern "C" __global__ void k(const float* x, float* y) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    y[i] = x[i + OFFSET];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("offset", "where", "block_id", "thread"),
+    [
+        (1, r"ends 4 bytes past the end of a float32 array of shape \(64,\)", 1, 31),
+        (-1, "starts 4 bytes before", 0, 0),
+    ],
+)
+@pytest.mark.parametrize("check", [True, False])
+def test_out_of_bounds_load(offset, where, block_id, thread, check):
+    x, y = np.zeros((2, 64), np.float32).copy()
+    x, y = x.copy(), y.copy()
+    source = OFF_BY_ONE.replace("OFFSET", str(offset))
+    refused(MemoryFault, source, 2, 32, x, y, line=4, block_id=block_id, thread=thread, match=where, check=check)
+
+
+def test_out_of_bounds_store_and_neighbouring_views():
+    both = np.zeros(128, np.float32)
+    y = both[:63]  # the rest of the buffer is not the kernel's
+    source = OFF_BY_ONE.replace("OFFSET", "0")
+    refused(MemoryFault, source, 2, 32, np.zeros(64, np.float32), y, line=4, block_id=1, thread=31, match="store")
+
+
+def test_store_to_read_only_array():
+    y = np.zeros(64, np.float32)
+    y.flags.writeable = False
+    source = OFF_BY_ONE.replace("OFFSET", "0")
+    refused(MemoryFault, source, 2, 32, np.zeros(64, np.float32), y, line=4, match="read-only")
+
+
+def test_null_pointer():
+    source = """
+extern "C" __global__ void k(float* y, const float* nothing) { y[threadIdx.x] = nothing[threadIdx.x]; }
+"""
+    refused(MemoryFault, source, 1, 32, np.zeros(32, np.float32), np.uint64(0), line=2, match="at 0x0")
+
+
+def test_misaligned_vector_load():
+    source = """
+extern "C" __global__ void k(const float* x, float4* y) {
+    y[threadIdx.x] = *(const float4*)(x + 1 + 4 * threadIdx.x);
+}
+"""
+    x, y = np.zeros(200, np.float32), np.zeros((32, 4), np.float32)
+    refused(MemoryFault, source, 1, 32, x, y, line=3, match="16-byte access .* misaligned")
+
+
+def test_use_after_free():
+    memory = GlobalMemory()
+    x, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    params = pack(memory, (x, y))
+    program = Program.parse(compile_ptx(OFF_BY_ONE.replace("OFFSET", "0")), "k")
+    emulate_launch(program, (2, 1, 1), (32, 1, 1), params, memory=memory)
+    assert y[5] == 5
+    del x
+    with pytest.raises(MemoryFault, match=r"float32 array of shape \(64,\) that has been freed"):
+        emulate_launch(program, (2, 1, 1), (32, 1, 1), params, memory=memory)
+
+
+def test_shared_out_of_bounds():
+    source = """
+extern "C" __global__ void k(float* y) {
+    extern __shared__ float s[];
+    s[threadIdx.x] = 1;
+    y[threadIdx.x] = s[threadIdx.x];
+}
+"""
+    refused(
+        MemoryFault, source, 1, 64, np.zeros(64, np.float32), line=4, thread=63, shared_bytes=252,
+        match="4 bytes past the block's 252 bytes",
+    )  # fmt: skip
+
+
+REVERSE = """
+extern "C" __global__ void k(const int* x, int* y) {
+    __shared__ int s[128];
+    s[threadIdx.x] = x[threadIdx.x];
+    SYNC
+    y[threadIdx.x] = s[127 - threadIdx.x];
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+@pytest.mark.parametrize("sync", ["", "__syncwarp();"])
+def test_missing_syncthreads(sync, completion):
+    x, y = np.arange(128, dtype=np.int32), np.zeros(128, np.int32)
+    with pytest.raises((RaceError, UninitializedRead)) as caught:
+        launch(REVERSE.replace("SYNC", sync), 1, 128, x, y, completion=completion)
+    assert "kernel.cu:6" in str(caught.value)
+    if completion == "late":
+        message = refused(RaceError, REVERSE.replace("SYNC", sync), 1, 128, x, y, line=6)
+        assert "a write by block (0, 0, 0), thread (127, 0, 0) at " in message
+        assert message.count("kernel.cu:4") == 1
+
+
+def test_right_synchronisation_is_accepted():
+    x, y = np.arange(128, dtype=np.int32), np.zeros(128, np.int32)
+    launch(REVERSE.replace("SYNC", "__syncthreads();"), 1, 128, x, y)
+    np.testing.assert_array_equal(y, x[::-1])
+
+
+def test_race_inside_a_warp():
+    source = """
+extern "C" __global__ void k(int* y) {
+    __shared__ int s[32];
+    s[threadIdx.x] = threadIdx.x;
+    SYNC
+    y[threadIdx.x] = s[31 - threadIdx.x];
+}
+"""
+    refused(RaceError, source.replace("SYNC", ""), 1, 32, np.zeros(32, np.int32), line=6)
+    launch(source.replace("SYNC", "__syncwarp();"), 1, 32, np.zeros(32, np.int32))
+
+
+def test_write_after_read_race():
+    source = """
+extern "C" __global__ void k(int* y) {
+    __shared__ int s[64];
+    s[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    int v = s[63 - threadIdx.x];
+    SYNC
+    s[threadIdx.x] = v;
+    __syncthreads();
+    y[threadIdx.x] = s[threadIdx.x];
+}
+"""
+    message = refused(RaceError, source.replace("SYNC", ""), 1, 64, np.zeros(64, np.int32), line=8)
+    assert "a read by" in message and "kernel.cu:6" in message
+    y = np.zeros(64, np.int32)
+    launch(source.replace("SYNC", "__syncthreads();"), 1, 64, y)
+    np.testing.assert_array_equal(y, np.arange(64)[::-1])
+
+
+def test_write_write_race():
+    source = """
+extern "C" __global__ void k(int* y) {
+    __shared__ int s;
+    s = VALUE;
+    __syncthreads();
+    y[threadIdx.x] = s;
+}
+"""
+    refused(RaceError, source.replace("VALUE", "threadIdx.x"), 1, 64, np.zeros(64, np.int32), line=4)
+    launch(source.replace("VALUE", "7"), 1, 64, np.zeros(64, np.int32))  # all write the same
+
+
+def test_neighbouring_bytes_do_not_race():
+    source = """
+extern "C" __global__ void k(unsigned char* y) {
+    __shared__ unsigned char s[64];
+    s[threadIdx.x] = threadIdx.x;
+    s[threadIdx.x] += 1;
+    y[threadIdx.x] = s[threadIdx.x];
+}
+"""
+    y = np.zeros(64, np.uint8)
+    launch(source, 1, 64, y)
+    np.testing.assert_array_equal(y, np.arange(1, 65))
+
+
+def test_uninitialised_shared_read():
+    source = """
+extern "C" __global__ void k(int* y) {
+    __shared__ int s[64];
+    if (threadIdx.x != 5) s[threadIdx.x] = 0;
+    __syncthreads();
+    y[threadIdx.x] = s[threadIdx.x ^ 1];
+}
+"""
+    refused(UninitializedRead, source, 1, 64, np.zeros(64, np.int32), line=6, thread=4)
+
+
+@pytest.mark.parametrize("threads", [32, 128])
+@pytest.mark.parametrize(("limit", "tail"), [(16, ""), (16, "y[threadIdx.x] = 1;"), (64, "")])
+def test_barrier_in_a_branch(threads, limit, tail):
+    if limit >= threads:
+        return
+    source = f"""
+extern "C" __global__ void k(int* y) {{
+    if (threadIdx.x < {limit})
+        __syncthreads();
+    {tail}
+}}
+"""
+    message = refused(BarrierError, source, 2, threads, np.zeros(128, np.int32), line=4)
+    assert f"threads {limit}-{threads - 1}" in message
+
+
+def test_two_barriers_that_do_not_meet():
+    source = """
+extern "C" __global__ void k(int* y) {
+    if (threadIdx.x < 32) asm volatile("bar.sync 1, 64;");
+    else asm volatile("bar.sync 2, 64;");
+    y[threadIdx.x] = 1;
+}
+"""
+    message = refused(BarrierError, source, 1, 64, np.zeros(64, np.int32), line="[34]", match="deadlock")
+    assert "barrier 1 (32 of 64 threads arrived)" in message
+    assert "barrier 2 (32 of 64 threads arrived)" in message
+    assert "threads 32-63" in message
+
+
+def test_shuffle_without_its_partners():
+    source = """
+extern "C" __global__ void k(int* y) {
+    if (threadIdx.x < 16) y[threadIdx.x] = __shfl_xor_sync(~0u, threadIdx.x, 1);
+    else { __syncwarp(); y[threadIdx.x] = 2; }
+}
+"""
+    refused(BarrierError, source, 1, 32, np.zeros(32, np.int32), line="[34]", match="divergent", thread=None)
+
+
+@pytest.mark.parametrize("resident_lanes", [32, 4096])
+def test_waiting_for_what_never_comes(resident_lanes):
+    source = """
+extern "C" __global__ void k(volatile int* flag) {
+    while (*flag == 0) { }
+}
+"""
+    with pytest.raises(BarrierError, match="polling memory that nobody changes") as caught:
+        launch(source, 3, 32, np.zeros(1, np.int32), resident_lanes=resident_lanes)
+    assert "kernel.cu:3" in str(caught.value)
+
+
+def test_trap_and_assert():
+    source = """
+#include <cassert>
+extern "C" __global__ void k(const int* x) {
+    if (x[threadIdx.x] == 9) __trap();
+}
+"""
+    x = np.arange(32, dtype=np.int32)
+    refused(EmulatorError, source.replace("#include <cassert>", ""), 1, 32, x, line=4, thread=9, match="trap")
+
+
+def test_unknown_instruction_is_named():
+    ptx = compile_ptx(OFF_BY_ONE.replace("OFFSET", "0"))
+    ptx = ptx.replace("st.global", "frobnicate.b32 %f1, %f1;\n\tst.global", 1).lstrip("/ \n")
+    start = ptx.index(".version")
+    with pytest.raises(UnsupportedPTX, match=r"kernel\.cu:4: .*frobnicate\.b32"):
+        launch(ptx[start:], 2, 32, np.zeros(64, np.float32), np.zeros(64, np.float32))
+
+
+def test_wrong_launches():
+    x, y = np.zeros(64, np.float32), np.zeros(64, np.float32)
+    source = OFF_BY_ONE.replace("OFFSET", "0")
+    with pytest.raises(EmulatorError, match="params must have 16 bytes, got 8"):
+        launch(source, 2, 32, x)
+    with pytest.raises(EmulatorError, match="1 to 1024 threads"):
+        launch(source, 2, 2048, x, y)
+    with pytest.raises(ValueError, match="completion must be"):
+        launch(source, 2, 32, x, y, completion="soon")

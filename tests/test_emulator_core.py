@@ -1,0 +1,612 @@
+"""The emulator runs ordinary CUDA C++: results are those of NumPy, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuda.bindings import nvrtc
+from cuda.pathfinder import find_nvidia_header_directory
+
+from rawops._emulator import GlobalMemory, Program, emulate_launch
+
+ARCHS = ("sm_80", "sm_90a")
+
+
+def compile_ptx(source: str, arch: str = "sm_80", name: str = "kernel.cu") -> str:
+    """The PTX of CUDA C++ source."""
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], [])
+    include = f"-I{find_nvidia_header_directory('cudart')}"
+    options = [o.encode() for o in (f"-arch={arch}", "-lineinfo", "-std=c++17", include)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = bytes(bytearray(size + 1))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise AssertionError(log.decode())
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    ptx = bytes(bytearray(size + 1))
+    nvrtc.nvrtcGetPTX(program, ptx)
+    return ptx.rstrip(b"\0").decode()
+
+
+def pack(memory: GlobalMemory, arguments) -> bytes:
+    """Kernel parameters: arrays become pointers, the rest are NumPy scalars."""
+    packed = bytearray()
+    for argument in arguments:
+        value = np.uint64(memory.map(argument)) if isinstance(argument, np.ndarray) else argument
+        packed += bytes(-len(packed) % value.dtype.itemsize) + value.tobytes()
+    return bytes(packed)
+
+
+def launch(source, grid, block, *arguments, arch="sm_80", entry="k", **options):
+    """Compile and run a kernel called k; arrays are changed in place."""
+    memory = GlobalMemory()
+    ptx = source if source.lstrip().startswith(".version") else compile_ptx(source, arch)
+    program = Program.parse(ptx, entry)
+    grid, block = ((*d, 1, 1)[:3] if isinstance(d, tuple) else (d, 1, 1) for d in (grid, block))
+    return emulate_launch(program, grid, block, pack(memory, arguments), memory=memory, **options)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+SAXPY = """
+extern "C" __global__ void k(float a, const float* x, float* y, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = a * x[i] + y[i];
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("n", "block"), [(1, 32), (1000, 128), (5003, 96), (4096, 256)])
+def test_saxpy(rng, arch, n, block):
+    x, y = rng.standard_normal((2, n)).astype(np.float32)
+    expected = (np.float64(1.7) * 0 + np.float64(np.float32(1.7)) * x + y.astype(np.float64)).astype(np.float32)
+    report = launch(SAXPY, -(-n // block), block, np.float32(1.7), x, y, np.int32(n), arch=arch)
+    np.testing.assert_array_equal(y, expected)
+    assert report.loads.global_requests == 2 * -(-n // 32)
+    assert report.arch == arch
+    assert "saxpy" not in str(report) and "float" in report.instructions
+
+
+BLOCK_SUM = """
+extern "C" __global__ void k(const int* x, int* out, int n) {
+    __shared__ int partial[8];
+    int sum = 0;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) sum += x[i];
+    for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        sum = threadIdx.x < blockDim.x / 32 ? partial[threadIdx.x] : 0;
+        for (int offset = 4; offset > 0; offset >>= 1) sum += __shfl_down_sync(~0u, sum, offset);
+        if (threadIdx.x == 0) atomicAdd(out, sum);
+    }
+}
+"""
+
+
+def test_reduction_with_shuffles(rng):
+    x = rng.integers(-1000, 1000, 10007).astype(np.int32)
+    out = np.zeros(1, np.int32)
+    report = launch(BLOCK_SUM, 7, 256, x, out, np.int32(len(x)))
+    assert out[0] == x.sum()
+    assert report.barriers == 7
+
+
+TREE = """
+extern "C" __global__ void k(const float* x, float* out) {
+    extern __shared__ float s[];
+    int t = threadIdx.x;
+    s[t] = x[blockIdx.x * blockDim.x + t];
+    __syncthreads();
+    for (int h = blockDim.x / 2; h > 0; h /= 2) {
+        if (t < h) s[t] += s[t + h];
+        __syncthreads();
+    }
+    if (t == 0) out[blockIdx.x] = s[0];
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "early", "random"])
+def test_shared_memory_tree(rng, completion):
+    x = rng.standard_normal((9, 128)).astype(np.float32)
+    expected = x.copy()
+    while expected.shape[1] > 1:
+        half = expected.shape[1] // 2
+        expected = expected[:, :half] + expected[:, half:]
+    out = np.full(9, np.nan, np.float32)
+    launch(TREE, 9, 128, x, out, shared_bytes=512, completion=completion, seed=3)
+    np.testing.assert_array_equal(out, expected[:, 0])
+
+
+DIVERGENT = """
+extern "C" __global__ void k(const unsigned* x, unsigned* out, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    unsigned v = x[i], steps = 0;
+    while (v != 1) {
+        v = v % 2 ? 3 * v + 1 : v / 2;
+        if (++steps == 60) break;
+        if (v == 40) continue;
+        steps += v == 10;
+    }
+    out[i] = steps;
+}
+"""
+
+
+def test_divergent_loops():
+    x = np.arange(1, 200, dtype=np.uint32)
+    out = np.zeros_like(x)
+    report = launch(DIVERGENT, 2, 128, x, out, np.int32(len(x)))
+
+    def steps(v):
+        count = 0
+        while v != 1:
+            v = 3 * v + 1 if v % 2 else v // 2
+            count += 1
+            if count == 60:
+                break
+            count += v == 10
+        return count
+
+    np.testing.assert_array_equal(out, [steps(int(v)) for v in x])
+    assert report.total.divergent > 10
+
+
+HISTOGRAM = """
+extern "C" __global__ void k(const unsigned char* x, unsigned* bins, unsigned* order, int n) {
+    __shared__ unsigned local[64];
+    for (int b = threadIdx.x; b < 64; b += blockDim.x) local[b] = 0;
+    __syncthreads();
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        unsigned before = atomicAdd(&local[x[i] % 64], 1u);
+        if (before == 0) atomicAdd(order, 1u);
+    }
+    __syncthreads();
+    for (int b = threadIdx.x; b < 64; b += blockDim.x) atomicAdd(&bins[b], local[b]);
+}
+"""
+
+
+def test_histogram(rng):
+    x = rng.integers(0, 256, 3001).astype(np.uint8)
+    bins, order = np.zeros(64, np.uint32), np.zeros(1, np.uint32)
+    launch(HISTOGRAM, 2, 128, x, bins, order, np.int32(len(x)))
+    np.testing.assert_array_equal(bins, np.bincount(x % 64, minlength=64))
+    assert 64 <= order[0] <= 128
+
+
+SCAN = """
+extern "C" __global__ void k(const int* x, int* out, int n) {
+    __shared__ int warp_sums[32];
+    int i = threadIdx.x, lane = i % 32, warp = i / 32;
+    int v = i < n ? x[i] : 0;
+    for (int d = 1; d < 32; d *= 2) {
+        int other = __shfl_up_sync(~0u, v, d);
+        if (lane >= d) v += other;
+    }
+    if (lane == 31) warp_sums[warp] = v;
+    __syncthreads();
+    if (warp == 0) {
+        int s = lane < blockDim.x / 32 ? warp_sums[lane] : 0;
+        for (int d = 1; d < 32; d *= 2) {
+            int other = __shfl_up_sync(~0u, s, d);
+            if (lane >= d) s += other;
+        }
+        if (lane < blockDim.x / 32) warp_sums[lane] = s;
+    }
+    __syncthreads();
+    if (warp > 0) v += warp_sums[warp - 1];
+    if (i < n) out[i] = v;
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_scan(rng, completion):
+    x = rng.integers(-50, 50, 500).astype(np.int32)
+    out = np.zeros_like(x)
+    launch(SCAN, 1, 512, x, out, np.int32(len(x)), completion=completion)
+    np.testing.assert_array_equal(out, np.cumsum(x))
+
+
+TRANSPOSE = """
+extern "C" __global__ void k(const float* x, float* y, int rows, int cols) {
+    __shared__ float tile[32][PITCH];
+    int c = blockIdx.x * 32 + threadIdx.x, r0 = blockIdx.y * 32;
+    for (int j = threadIdx.y; j < 32; j += 8)
+        if (r0 + j < rows && c < cols) tile[j][threadIdx.x] = x[(size_t)(r0 + j) * cols + c];
+    __syncthreads();
+    int r = r0 + threadIdx.x;
+    for (int j = threadIdx.y; j < 32; j += 8) {
+        int cc = blockIdx.x * 32 + j;
+        if (r < rows && cc < cols) y[(size_t)cc * rows + r] = tile[threadIdx.x][j];
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(("pitch", "conflicts"), [(32, 31), (33, 0)])
+def test_transpose_and_bank_conflicts(rng, pitch, conflicts):
+    x = rng.standard_normal((64, 96)).astype(np.float32)
+    y = np.zeros((96, 64), np.float32)
+    report = launch(
+        TRANSPOSE.replace("PITCH", str(pitch)), (3, 2), (32, 8), x, y, np.int32(64), np.int32(96)
+    )
+    np.testing.assert_array_equal(y, x.T)
+    assert report.total.shared_requests == 2 * 6 * 32
+    assert report.total.shared_conflicts == conflicts * 6 * 32
+    assert report.loads.efficiency == report.stores.efficiency == 1
+    if conflicts:
+        assert max(report.table(), key=lambda row: row["shared_conflicts"])["line"] == 11
+
+
+STRIDED = """
+extern "C" __global__ void k(const float* x, float* y, int stride) {
+    y[threadIdx.x] = x[threadIdx.x * stride];
+}
+"""
+
+
+@pytest.mark.parametrize(("stride", "sectors"), [(1, 4), (2, 8), (8, 32), (0, 1)])
+def test_coalescing_report(stride, sectors):
+    x, y = np.arange(256, dtype=np.float32), np.zeros(32, np.float32)
+    report = launch(STRIDED, 1, 32, x, y, np.int32(stride))
+    assert report.loads.global_sectors == sectors
+    np.testing.assert_array_equal(y, x[np.arange(32) * stride])
+
+
+SEMAPHORE = """
+extern "C" __global__ void k(int* turn, int* log, int* next) {
+    if (threadIdx.x == 0) {
+        while (*(volatile int*)turn != gridDim.x - 1 - blockIdx.x) { }
+        log[(*next)++] = blockIdx.x;
+        __threadfence();
+        atomicAdd(turn, 1);
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("resident_lanes", [32, 96, 4096])
+def test_blocks_wait_for_each_other(resident_lanes):
+    turn, log, following = np.zeros(1, np.int32), np.full(7, -1, np.int32), np.zeros(1, np.int32)
+    launch(SEMAPHORE, 7, 32, turn, log, following, resident_lanes=resident_lanes)
+    np.testing.assert_array_equal(log, np.arange(7)[::-1])
+
+
+LAST_BLOCK = """
+__device__ unsigned arrived;
+extern "C" __global__ void k(const float* x, float* partial, float* out) {
+    __shared__ bool last;
+    float s = x[blockIdx.x * 32 + threadIdx.x];
+    for (int d = 16; d > 0; d /= 2) s += __shfl_xor_sync(~0u, s, d);
+    if (threadIdx.x == 0) {
+        partial[blockIdx.x] = s;
+        __threadfence();
+        last = atomicInc(&arrived, gridDim.x - 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last && threadIdx.x == 0) {
+        float total = 0;
+        for (int b = 0; b < gridDim.x; ++b) total += ((volatile float*)partial)[b];
+        *out = total;
+    }
+}
+"""
+
+
+def test_last_block_finishes(rng):
+    x = rng.integers(-9, 9, 32 * 11).astype(np.float32)
+    for _ in range(2):  # the module's counter wraps back to zero
+        out = np.full(1, np.nan, np.float32)
+        launch(LAST_BLOCK, 11, 32, x, np.full(11, np.nan, np.float32), out)
+        assert out[0] == x.sum()
+
+
+LOCK = """
+__device__ int mutex;
+extern "C" __global__ void k(int* count) {
+    if (threadIdx.x % 32 == 0) {
+        while (atomicCAS(&mutex, 0, 1) != 0) { }
+        __threadfence();
+        *count = *(volatile int*)count + 1;
+        __threadfence();
+        atomicExch(&mutex, 0);
+    }
+}
+"""
+
+
+def test_lock():
+    count = np.zeros(1, np.int32)
+    launch(LOCK, 5, 128, count, resident_lanes=256)
+    assert count[0] == 20
+
+
+PRINT = """
+#define N 3
+extern "C" __global__ void k(const char* unused) {
+    if (threadIdx.x < N && blockIdx.x == 1)
+        printf("%s %d: %5.2f %lld %c %% %#x|%-4d|\\n", "thread", threadIdx.x, threadIdx.x * 1.25, 1ll << 40, 'z', 255, 7);
+}
+"""
+
+
+def test_printf(capsys):
+    launch(PRINT, 2, 32, np.zeros(1, np.uint8))
+    expected = "".join(
+        f"thread {i}: {i * 1.25:5.2f} {1 << 40} z % 0xff|7   |\n" for i in range(3)
+    )
+    assert capsys.readouterr().out == expected
+
+
+SWITCH = """
+__constant__ float table[5] = {1.5f, -2.0f, 0.25f, 8.0f, 100.0f};
+__device__ __noinline__ float helper(float a, int b) { return a * b - 1.0f; }
+extern "C" __global__ void k(const float* x, float* y, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float local[6];
+    #pragma unroll 1
+    for (int j = 0; j < 6; ++j) local[j] = x[i] + j;
+    float r;
+    switch (i % 8) {
+        case 0: r = helper(x[i], i); break;
+        case 1: r = table[i % 5]; break;
+        case 2: r = local[(i / 8) % 6]; break;
+        case 3: r = floorf(x[i] * 10.0f); break;
+        case 4: r = helper(local[5], 2) + helper(local[1], 3); break;
+        case 5: r = fabsf(x[i]); break;
+        case 6: r = (float)(int)(x[i] * 100.0f); break;
+        default: r = x[i] > 0 ? 1.0f : -1.0f;
+    }
+    y[i] = r;
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_switch_calls_local_arrays_and_constants(rng, completion):
+    n = 203
+    x = rng.standard_normal(n).astype(np.float32)
+    y = np.full(n, np.nan, np.float32)
+    launch(SWITCH, 2, 128, x, y, np.int32(n), completion=completion)
+    table = np.array([1.5, -2, 0.25, 8, 100], np.float32)
+    f = np.float32
+
+    def expected(i, v):
+        local = [v + f(j) for j in range(6)]
+        fused = lambda a, b: f(np.float64(a) * b - 1)  # noqa: E731
+        return [
+            lambda: fused(v, i),
+            lambda: table[i % 5],
+            lambda: local[(i // 8) % 6],
+            lambda: np.floor(v * f(10)),
+            lambda: fused(local[5], 2) + fused(local[1], 3),
+            lambda: abs(v),
+            lambda: f(int(v * f(100))),
+            lambda: f(1 if v > 0 else -1),
+        ][i % 8]()
+
+    np.testing.assert_array_equal(y, [expected(i, v) for i, v in enumerate(x)])
+
+
+VECTORS = """
+#include <cuda_fp16.h>
+#include <cuda_bf16.h>
+extern "C" __global__ void k(const uint4* a, uint4* b, const __half2* h, __half2* ho, const __nv_bfloat16* f,
+                             __nv_bfloat16* fo, const double* d, double* dout) {
+    int i = threadIdx.x;
+    uint4 v = a[i];
+    b[i] = make_uint4(v.w, v.z, v.y, v.x);
+    ho[i] = __hfma2(h[i], h[i], __hadd2(h[i], h[(i + 1) % 64]));
+    fo[i] = __hmul(f[i], f[(i + 3) % 64]);
+    dout[i] = d[i] / d[(i + 1) % 64] + sqrt(fabs(d[i]));
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_vectors_and_halves(rng, arch):
+    import ml_dtypes
+
+    a = rng.integers(0, 1 << 32, (64, 4)).astype(np.uint32)
+    b = np.zeros_like(a)
+    h = rng.standard_normal((64, 2)).astype(np.float16)
+    ho = np.zeros_like(h)
+    f = rng.standard_normal(64).astype(ml_dtypes.bfloat16)
+    fo = np.zeros_like(f)
+    d = rng.standard_normal(64)
+    do = np.zeros(64)
+    launch(VECTORS, 1, 64, a, b, h, ho, f, fo, d, do, arch=arch)
+    np.testing.assert_array_equal(b, a[:, ::-1])
+    added = (h.astype(np.float32) + np.roll(h, -1, 0).astype(np.float32)).astype(np.float16)
+    np.testing.assert_array_equal(ho, (h.astype(np.float64) ** 2 + added).astype(np.float16))
+    product = f.astype(np.float32) * np.roll(f, -3).astype(np.float32)
+    np.testing.assert_array_equal(fo.view(np.uint16), product.astype(ml_dtypes.bfloat16).view(np.uint16))
+    np.testing.assert_array_equal(do, d / np.roll(d, -1) + np.sqrt(np.abs(d)))
+
+
+WARP = """
+extern "C" __global__ void k(const int* x, unsigned* out) {
+    int i = threadIdx.x, lane = i % 32;
+    unsigned r = __ballot_sync(~0u, x[i] > 0);
+    r ^= __popc(__match_any_sync(~0u, x[i] & 3)) << 8;
+    if (lane < 12) {
+        int m = __reduce_max_sync(0xfff, x[i]);
+        r += m + __shfl_sync(0xfff, x[i], 3, 4);
+        r += __any_sync(0xfff, x[i] == 5) * 1000 + __all_sync(0xfff, x[i] < 100) * 5000;
+    } else {
+        __syncwarp(0xfffff000);
+        r += __reduce_add_sync(0xfffff000, (unsigned)x[i]);
+    }
+    out[i] = r;
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_warp_functions_with_partial_masks(rng, completion):
+    x = rng.integers(-50, 101, 96).astype(np.int32)
+    out = np.zeros(96, np.uint32)
+    launch(WARP, 1, 96, x, out, completion=completion)
+    for w in range(3):
+        v = x[32 * w : 32 * w + 32]
+        ballot = sum(int(a > 0) << j for j, a in enumerate(v))
+        for lane in range(32):
+            r = ballot ^ (int(np.sum((v & 3) == (v[lane] & 3))) << 8)
+            low = v[:12]
+            if lane < 12:
+                r += int(low.max()) + int(v[lane // 4 * 4 + 3])
+                r += int((low == 5).any()) * 1000 + int((low < 100).all()) * 5000
+            else:
+                r += int(v[12:].sum())
+            assert out[32 * w + lane] == r & 0xFFFFFFFF
+
+
+COUNTING_BARRIERS = """
+extern "C" __global__ void k(const int* x, int* out) {
+    int v = x[blockIdx.x * blockDim.x + threadIdx.x];
+    int n = __syncthreads_count(v > 0);
+    int any = __syncthreads_or(v == 77), all = __syncthreads_and(v > -100);
+    if (threadIdx.x == 0) { out[3 * blockIdx.x] = n; out[3 * blockIdx.x + 1] = any; out[3 * blockIdx.x + 2] = all; }
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_barrier_reductions(rng, completion):
+    x = rng.integers(-110, 110, (4, 64)).astype(np.int32)
+    x[2] = np.abs(x[2])
+    out = np.zeros((4, 3), np.int32)
+    launch(COUNTING_BARRIERS, 4, 64, x, out, completion=completion)
+    expected = np.stack([(x > 0).sum(1), (x == 77).any(1), (x > -100).all(1)], axis=1)
+    np.testing.assert_array_equal(out, expected)
+
+
+NAMED_BARRIERS = """
+extern "C" __global__ void k(int* out) {
+    __shared__ int ring[32];
+    int lane = threadIdx.x % 32;
+    if (threadIdx.x < 32) {
+        for (int i = 0; i < 5; ++i) {
+            if (i > 0) asm volatile("bar.sync 2, 64;" ::: "memory");
+            ring[lane] = i * 100 + lane;
+            asm volatile("bar.arrive 1, 64;" ::: "memory");
+        }
+    } else {
+        for (int i = 0; i < 5; ++i) {
+            asm volatile("bar.sync 1, 64;" ::: "memory");
+            out[i * 32 + lane] = ring[31 - lane];
+            if (i < 4) asm volatile("bar.arrive 2, 64;" ::: "memory");
+        }
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_producer_and_consumer_over_named_barriers(completion, seed):
+    out = np.zeros((5, 32), np.int32)
+    launch(NAMED_BARRIERS, 1, 64, out, completion=completion, seed=seed)
+    np.testing.assert_array_equal(out, np.arange(5)[:, None] * 100 + np.arange(32)[::-1])
+
+
+FLAGS = """
+extern "C" __global__ void k(int* out) {
+    __shared__ int data[32];
+    __shared__ volatile int flag;
+    if (threadIdx.x == 0) flag = 0;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        data[threadIdx.x] = threadIdx.x * 3;
+        __threadfence_block();
+        __syncwarp();
+        if (threadIdx.x == 0) { __threadfence_block(); flag = 1; }
+    } else {
+        while (flag == 0) { }
+        __threadfence_block();
+        out[threadIdx.x - 32] = data[63 - threadIdx.x];
+    }
+}
+"""
+
+
+def test_flags_in_shared_memory_order():
+    out = np.zeros(32, np.int32)
+    launch(FLAGS, 1, 64, out)
+    np.testing.assert_array_equal(out, np.arange(32)[::-1] * 3)
+
+
+ATOMICS = """
+extern "C" __global__ void k(const int* x, int* i, unsigned* u, float* f, double* d, unsigned long long* q) {
+    int v = x[blockIdx.x * blockDim.x + threadIdx.x];
+    atomicMin(&i[0], v); atomicMax(&i[1], v); atomicXor(&i[2], v); atomicOr(&i[3], v); atomicAnd(&i[4], v);
+    atomicSub(&i[5], v);
+    atomicDec(&u[0], 17); atomicInc(&u[1], 17);
+    atomicAdd(f, (float)v); atomicAdd(d, 0.5 * v); atomicAdd(q, 1ull << 33);
+    q[1 + blockIdx.x * blockDim.x + threadIdx.x] = atomicMax(q + 200, (unsigned long long)(v + 1000));
+}
+"""
+
+
+def test_atomics(rng):
+    x = rng.integers(-500, 500, 128).astype(np.int32)
+    i = np.array([0, 0, 0, 0, -1, 0], np.int32)
+    u = np.array([3, 0], np.uint32)
+    f, d, q = np.zeros(1, np.float32), np.zeros(1), np.zeros(201, np.uint64)
+    launch(ATOMICS, 2, 64, x, i, u, f, d, q)
+    both = [int(x.min(initial=0)), int(x.max(initial=0)), int(np.bitwise_xor.reduce(x))]
+    both += [int(np.bitwise_or.reduce(x)), int(np.bitwise_and.reduce(x)), -int(x.sum())]
+    assert i.tolist() == both
+    dec, inc = 3, 0
+    for _ in range(128):
+        dec = 17 if dec == 0 or dec > 17 else dec - 1
+        inc = 0 if inc >= 17 else inc + 1
+    assert u.tolist() == [dec, inc]
+    assert f[0] == x.sum() and d[0] == 0.5 * x.sum() and q[0] == 128 << 33
+    running = np.concatenate(([0], np.maximum.accumulate(x + 1000)))
+    np.testing.assert_array_equal(q[1:129], np.maximum(running[:-1], 0))
+
+
+def test_special_registers():
+    source = """
+    extern "C" __global__ void k(int* out) {
+        int t = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+        int b = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+        int* o = out + 5 * (b * blockDim.x * blockDim.y * blockDim.z + t);
+        unsigned lane, mask; long long c0 = clock64();
+        asm("mov.u32 %0, %%laneid;" : "=r"(lane)); asm("mov.u32 %0, %%lanemask_lt;" : "=r"(mask));
+        o[0] = lane; o[1] = __popc(mask); o[2] = t / 32 == threadIdx.y; o[3] = warpSize; o[4] = clock64() > c0;
+    }
+    """
+    out = np.zeros((2 * 3 * 2, 32 * 2 * 2, 5), np.int32)
+    launch(source, (2, 3, 2), (32, 2, 2), out)
+    lane = np.arange(128) % 32
+    assert (out[:, :, 0] == lane).all() and (out[:, :, 1] == lane).all()
+    np.testing.assert_array_equal(out[0, :, 2], np.arange(128) // 32 == np.arange(128) // 32 % 2)
+    assert (out[:, :, 3] == 32).all() and (out[:, :, 4] == 1).all()
+
+
+def test_views_alias_and_negative_strides_map():
+    base = np.arange(100, dtype=np.int32)
+    memory = GlobalMemory()
+    assert memory.map(base[10:20]) - memory.map(base) == 40
+    assert memory.map(base[::-1]) == memory.map(base) + 99 * 4
+    assert memory.map(base.reshape(10, 10).T) == memory.map(base)
+    assert memory.map(base) % 16 == base.ctypes.data % 16
+
+
+def test_program_is_cached_and_names_its_kernels():
+    ptx = compile_ptx(SAXPY)
+    assert Program.parse(ptx, "k") is Program.parse(str(ptx), "k")
+    with pytest.raises(Exception, match="no kernel 'nope'; it has: k"):
+        Program.parse(ptx, "nope")

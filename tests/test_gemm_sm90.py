@@ -1,0 +1,222 @@
+"""The Hopper GEMM: every layout, tile width and way out, ragged edges, asynchrony in any order, the choice of tiles."""
+
+import dataclasses
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Device
+
+import rawops
+from rawops import _gemm_sm90 as sm90
+from rawops.gemm import gemm
+from rawops.testing import has_gpu, references
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype("float16")
+H200 = {"sm_count": 132, "max_shared_bytes": 232448}
+
+
+@pytest.fixture
+def hopper():
+    """A Hopper GPU, or the emulator of one; `report` tells which kernels ran there."""
+    if has_gpu():
+        import cupy
+
+        found = Device(cupy)
+        found.report = []
+        if cupy.cuda.Device().compute_capability != "90":
+            pytest.skip("needs a GPU of compute capability 9.0")
+        yield found
+    else:
+        found = Device(np)
+        with rawops.emulate(arch="sm_90a") as emu:
+            found.report = emu.report
+            yield found
+    found.check_guards()
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Fix tile, ring and number of blocks: few blocks walk over many tiles, short rings wrap often."""
+
+    def fix(block_n: int, ping_pong: bool = False, stages: int = 2, blocks: int = 2) -> None:
+        def chosen(problem, sm_count, max_shared_bytes):
+            config = sm90._config(problem, block_n, ping_pong, sm_count, max_shared_bytes)
+            assert config.stages >= stages
+            return dataclasses.replace(config, stages=stages, blocks=blocks)
+
+        monkeypatch.setattr(sm90, "select_config", chosen)
+
+    return fix
+
+
+def integers(rng, shape, dtype) -> np.ndarray:
+    return rng.integers(-3, 4, shape).astype(dtype)
+
+
+def exact(a, b) -> np.ndarray:
+    return a.astype(np.int64) @ b.astype(np.int64)
+
+
+def padded(device, x: np.ndarray, layout: str):
+    """x with the last two axes in row-major ("row") or column-major ("col") order, rows of 16 bytes apart, in NaN."""
+    stored = x if layout == "row" else x.swapaxes(-1, -2)
+    rows, cols = stored.shape[-2:]
+    room = np.full((*x.shape[:-2], rows + 2, -(-cols // 8) * 8 + 16), np.nan, x.dtype)
+    room[..., 1:-1, 8 : 8 + cols] = stored
+    view = device.put(room)[..., 1:-1, 8 : 8 + cols]
+    return view if layout == "row" else view.swapaxes(-1, -2)
+
+
+def ran_on_hopper(device) -> bool:
+    return not device.report or "gemm_sm90" in device.report[-1].kernel
+
+
+def check(device, a, b, layouts=("row", "row"), out_dtype=None) -> None:
+    """Compare with the exact product; the output lies between guard bands, the operands in NaN."""
+    want = exact(a, b)
+    out = device.guarded(want.shape, out_dtype or a.dtype)
+    gemm(padded(device, a, layouts[0]), padded(device, b, layouts[1]), out=out)
+    assert ran_on_hopper(device)
+    np.testing.assert_array_equal(device.get(out).astype(float), want.astype(float).astype(out.dtype).astype(float))
+
+
+@pytest.mark.parametrize("layouts", [*itertools.product(("row", "col"), repeat=2)], ids="-".join)
+@pytest.mark.parametrize("block_n, ping_pong, dtype", [(64, False, FLOAT16), (128, True, BFLOAT16)])
+def test_layouts(hopper, force, rng, layouts, block_n, ping_pong, dtype):
+    force(block_n, ping_pong)
+    check(hopper, integers(rng, (136, 200), dtype), integers(rng, (200, 264), dtype), layouts)
+
+
+@pytest.mark.parametrize("block_n, ping_pong", [(16, True), (48, False), (80, True), (176, False), (208, False)])
+def test_widths(hopper, force, rng, block_n, ping_pong):
+    """Boxes of 16, 32 and 64 columns leave the staging tile."""
+    force(block_n, ping_pong, stages=3)
+    check(hopper, integers(rng, (129, 72), FLOAT16), integers(rng, (72, block_n + 24), FLOAT16), ("row", "col"))
+
+
+@pytest.mark.parametrize("M, N, K", [(1, 8, 1), (64, 8, 63), (127, 16, 64), (133, 248, 65), (257, 128, 8)])
+def test_edges(hopper, rng, M, N, K):
+    check(hopper, integers(rng, (M, K), BFLOAT16), integers(rng, (K, N), BFLOAT16), ("row", "col"))
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("N, dtype", [(125, "float16"), (128, "float32"), (131, "float32")])
+def test_results_that_tma_cannot_write(hopper, force, rng, N, dtype, ping_pong):
+    force(64, ping_pong)
+    check(hopper, integers(rng, (130, 72), FLOAT16), integers(rng, (72, N), FLOAT16), ("row", "col"), np.dtype(dtype))
+
+
+@pytest.mark.parametrize("shape_a, shape_b", [((3, 40, 72), (3, 72, 24)), ((2, 1, 40, 72), (3, 72, 24))])
+def test_batches(hopper, force, rng, shape_a, shape_b):
+    force(16, blocks=5)
+    check(hopper, integers(rng, shape_a, FLOAT16), integers(rng, shape_b, FLOAT16), ("row", "col"))
+    check(hopper, integers(rng, shape_a, FLOAT16), integers(rng, shape_b, FLOAT16), ("col", "col"))
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu", "swiglu"])
+def test_epilogue(hopper, force, rng, activation, ping_pong):
+    force(128, ping_pong)
+    M, N, K = 136, 208, 72
+    a, b, c = (rng.standard_normal(s).astype(FLOAT16) for s in ((M, K), (K, N), (M, N)))
+    bias = rng.standard_normal(N).astype(FLOAT16)
+    residual = rng.standard_normal((M, N // 2 if activation == "swiglu" else N)).astype(np.float32)
+    terms = {"alpha": 0.25, "beta": -1.5, "bias": bias, "residual": residual, "activation": activation}
+    want = references.gemm(a, b, c, **terms)
+    put = hopper.put
+    terms |= {"bias": put(bias), "residual": put(residual)}
+    for out_dtype in ("float16", "float32"):  # staged for TMA, written directly
+        got = gemm(put(a), put(b), put(c), out_dtype=out_dtype, **terms)
+        assert ran_on_hopper(hopper)
+        np.testing.assert_allclose(hopper.get(got).astype(float), want, rtol=2e-3, atol=2e-3)
+    got = gemm(put(a), put(b), activation=activation)
+    np.testing.assert_allclose(
+        hopper.get(got).astype(float), references.gemm(a, b, activation=activation), rtol=2e-3, atol=4e-3
+    )
+
+
+def test_nothing_read_for_alpha_zero(hopper, rng):
+    a, b = hopper.put(np.full((136, 72), np.nan, FLOAT16)), hopper.put(np.full((72, 64), np.nan, FLOAT16))
+    c = hopper.put(integers(rng, (136, 64), FLOAT16))
+    for alpha in (0.0, hopper.put(np.zeros((), np.float32))):
+        out = gemm(a, b, c, alpha=alpha, beta=2.0)
+        np.testing.assert_array_equal(hopper.get(out), 2 * hopper.get(c))
+        assert (hopper.get(gemm(a, b, alpha=alpha)) == 0).all()
+
+
+def test_nan_stays_in_its_row(hopper, rng):
+    a, b = integers(rng, (136, 72), FLOAT16), integers(rng, (72, 64), FLOAT16)
+    a[133, 71] = np.nan
+    got = hopper.get(gemm(hopper.put(a), hopper.put(b)))
+    assert np.isnan(got[133]).all() and np.isfinite(np.delete(got, 133, 0)).all()
+
+
+@pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("block_n, ping_pong", [(64, False), (64, True)])
+def test_any_order_of_completion(force, rng, block_n, ping_pong, seed):
+    """Copies and products that land late, early or with the warps in another order: the same bits."""
+    force(block_n, ping_pong, stages=2 + seed % 2, blocks=1 + seed % 2)
+    a, b = (rng.standard_normal(shape).astype(FLOAT16) for shape in ((264, 200), (200, 136)))
+    results = []
+    for completion in ("late", "early", "random"):
+        with rawops.emulate(arch="sm_90a", completion=completion, seed=seed) as emu:
+            results.append(gemm(a, b))
+        assert "gemm_sm90" in emu.report[0].kernel
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0].view(np.uint16), other.view(np.uint16))
+
+
+@pytest.mark.skipif(has_gpu(), reason="reads the emulator's report")
+def test_shared_memory_without_bank_conflicts(force, rng):
+    force(128)
+    with rawops.emulate(arch="sm_90a") as emu:
+        gemm(integers(rng, (128, 64), FLOAT16), integers(rng, (64, 128), FLOAT16))
+    assert emu.report[0].total.shared_conflicts == 0
+
+
+def test_what_tma_cannot_read_runs_elsewhere(rng):
+    """Odd strides, misaligned starts and both axes strided: the other kernel, the same answer."""
+    a, b = integers(rng, (40, 80), FLOAT16), integers(rng, (80, 24), FLOAT16)
+    odd = np.zeros((40, 81), FLOAT16)[:, :80]
+    shifted = np.zeros(40 * 80 + 1, FLOAT16)[1:].reshape(40, 80)
+    strided = np.zeros((40, 160), FLOAT16)[:, ::2]
+    with rawops.emulate(arch="sm_90a") as emu:
+        for view in (odd, shifted, strided):
+            view[...] = a
+            np.testing.assert_array_equal(gemm(view, b).astype(np.int64), exact(a, b))
+            assert "gemm_sm90" not in emu.report[-1].kernel
+
+
+# --- the choice of tiles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "M, N, K, block_n, waves",
+    [
+        (4096, 4096, 4096, 256, 4),  # 512 tiles
+        (2048, 6144, 4096, 256, 3),  # 384
+        (2048, 4096, 14336, 256, 2),  # 256
+        (512, 28672, 4096, 224, 4),  # 4 x 128; with 256 columns 4 waves too, of wider tiles
+        (1000, 1000, 1000, 64, 1),  # 8 x 16
+    ],
+)
+def test_select_config(M, N, K, block_n, waves):
+    config = sm90.select_config(sm90.Problem(M, N, K), **H200)
+    assert (config.block_n, config.waves, config.ping_pong) == (block_n, waves, False)
+    tiles = -(-M // 128) * -(-N // block_n)
+    assert config.waves == -(-tiles // 132) and config.blocks == min(tiles, 132)
+
+
+def test_every_choice_fits():
+    shapes = itertools.product((1, 130, 4096), (16, 1000, 28672), (8, 4096), (1, 7), (True, False))
+    for M, N, K, batches, k_major in shapes:
+        for finish, parts in itertools.product((sm90.PLAIN, sm90.STAGED, sm90.DIRECT), (1, 2)):
+            problem = sm90.Problem(M, N, K, batches, k_major, finish, parts)
+            config = sm90.select_config(problem, **H200)
+            assert config.shared_bytes(problem) <= H200["max_shared_bytes"]
+            assert config.block_n in sm90.SM90.choices["block_n"] and config.stages in sm90.SM90.choices["stages"]
+            assert k_major or config.block_n // parts % 64 == 0
