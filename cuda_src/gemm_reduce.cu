@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(128)
 #pragma unroll 4
         for (int split = 0; split < splits; ++split) {
             Group part;
-            read_group<Accumulator<T>>(part, partials, split * stride + row * row_stride + col, 1, count, col % WIDTH == 0);
+            const int64_t offset = split * stride + row * row_stride + col;
+            read_group<Accumulator<T>>(part, partials, offset, 1, count, col % WIDTH == 0);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) total[i] += part[i];
         }

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(Shape::THREADS) gemm_simt(const __grid_constan
             const int m = m_begin + warp_m + ReaderA::template index<kGroupedRows>(i, lane_m);
 #pragma unroll
             for (int j = 0; j < COLS - UP; j += 4) {
-                const int n = n_begin + (Epilogue::kGated ? warp_n / 2 : warp_n) + ReaderB::template index<true>(j, lane_n);
+                const int n = n_begin + (UP > 0 ? warp_n / 2 : warp_n) + ReaderB::template index<true>(j, lane_n);
                 float value[4], up[4];
 #pragma unroll
                 for (int v = 0; v < 4; ++v) value[v] = acc[i][j + v], up[v] = acc[i][j + v + UP];

@@ -15,7 +15,7 @@ struct GemmMaps {
     TensorMap a, b, d;  // axes from the outermost: three of the batch, then the two of the matrix as they lie in memory
 };
 
-// How a tile leaves the registers. The numbers are those of gemm_sm90.py.
+// How a tile leaves the registers. The numbers are those of _gemm_sm90.py.
 enum Finish : int {
     kPlain,   // alpha alone; through the staging tile and TMA
     kStaged,  // any epilogue; the same way out
@@ -23,8 +23,8 @@ enum Finish : int {
 };
 
 // Consumers share a tile, 64 rows each, or (kPingPong) take turns: one multiplies while the other finishes its tile.
-template <class T_, class Out_, int BLOCK_N_, int STAGES_, bool kAKMajor_, bool kBKMajor_, int kActivation, int kFinish_,
-          bool kPingPong_>
+template <class T_, class Out_, int BLOCK_N_, int STAGES_, bool kAKMajor_, bool kBKMajor_, int kActivation,
+          int kFinish_, bool kPingPong_>
 struct HopperTile {
     using T = T_;
     using Out = Out_;
@@ -57,16 +57,17 @@ struct HopperTile {
     static_assert(kBKMajor || COLS % 64 == 0, "boxes of an MN-major operand are 64 wide");
     static_assert(ATOMS_M * BLOCK_N <= 256, "accumulators fit in the registers of a consumer");
     static_assert(kFinish == kDirect || sizeof(Out) == 2, "staged elements have 16 bits");
+    static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
 };
 
 // One tile: its place in D, and the batch it belongs to.
 struct Work {
     int m, n, batch[3];
 
-    // Coordinates of a batched matrix that may be broadcast over some axes: its map has size 1 there.
-    __device__ TensorCoordinates place(const Strides& strides, int inner, int outer) const {
+    // The corner of an operand's matrix. Where it is broadcast over an axis of the batch, its map has size 1.
+    __device__ TensorCoordinates matrix_of(const Strides& strides) const {
         auto along = [&](int axis) { return strides.batch[axis] == 0 ? 0 : batch[axis]; };
-        return {inner, outer, along(2), along(1), along(0)};
+        return {0, 0, along(2), along(1), along(0)};
     }
 };
 
@@ -97,8 +98,8 @@ private:
     int tiles_m, tiles_n, group;
 };
 
-// Starts the copies of one operand's part of a stage, EXTENT elements along MN and 64 along K. The elements may come
-// from PARTS places of the matrix, `distance` apart.
+// Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and 64 along K. They may
+// come in PARTS parts, whose places in the matrix are `distance` apart.
 template <bool kKMajor, int EXTENT, int PARTS = 1>
 __device__ inline void load_operand(uint32_t destination, const TensorMap& map, TensorCoordinates from, int mn, int k,
                                     uint32_t full, int distance = 0) {
@@ -120,7 +121,7 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
 #pragma unroll 1
     for (int index = blockIdx.x; index < schedule.count; index += gridDim.x) {
         const Work work = schedule.at(index);
-        const TensorCoordinates a = work.place(shape.a, 0, 0), b = work.place(shape.b, 0, 0);
+        const TensorCoordinates a = work.matrix_of(shape.a), b = work.matrix_of(shape.b);
 #pragma unroll 1
         for (int block = 0; block < k_blocks; ++block) {
             const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES, full = barriers.full(slot.stage);
@@ -144,7 +145,7 @@ struct Consumer {
     __device__ int lane() const { return thread % kWarpSize; }
     __device__ int warp_row() const { return thread / kWarpSize * 16; }  // within each 64 rows
     __device__ bool leads() const { return thread == 0; }
-    __device__ void sync() const { sync_warp_group(1 + number); }
+    __device__ void sync() const { number == 0 ? sync_warp_group<1>() : sync_warp_group<2>(); }
 
     // A parity tells two phases of a stage apart and no more, so a consumer may not run ahead to its next tile: it
     // waits until the other one has seen the last stage of the tile before.
@@ -191,7 +192,7 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, RingPos
 
 // To the staging tile straight from the accumulators.
 template <class Tile>
-__device__ inline void stage_plain(typename Tile::Accumulators& acc, float alpha, const Consumer& self) {
+__device__ inline void stage_plain(const typename Tile::Accumulators& acc, float alpha, const Consumer& self) {
     const int lane = self.lane();
 #pragma unroll
     for (int i = 0; i < Tile::ATOMS_M; ++i) {
@@ -245,8 +246,8 @@ __device__ inline void for_each_group(const typename Tile::Accumulators& acc, co
         }
         __syncwarp();
 #pragma unroll
-        for (int group = lane; group < 16 * GROUPS; group += kWarpSize) {
-            const int row = group / GROUPS, col = group % GROUPS * WIDTH;
+        for (int i = 0; i < 16 * GROUPS / kWarpSize; ++i) {
+            const int group = i * kWarpSize + lane, row = group / GROUPS, col = group % GROUPS * WIDTH;
             const int tile_row = chunk / Tile::CHUNKS * 64 + self.warp_row() + row;
             const int tile_col = chunk % Tile::CHUNKS * Tile::CHUNK + col;
             if (Tile::COLS % Tile::CHUNK != 0 && tile_col >= Tile::COLS) continue;
@@ -276,8 +277,8 @@ __device__ inline void stage_finished(const typename Tile::Accumulators& acc, co
 
 // Finishes a tile and starts its way to D, which TMA completes while the next tile is multiplied.
 template <class Tile>
-__device__ inline void finish_work(typename Tile::Accumulators& acc, const typename Tile::Epilogue& epilogue, float alpha,
-                                   const TensorMap& map, const Work& work, const Consumer& self) {
+__device__ inline void finish_work(const typename Tile::Accumulators& acc, const typename Tile::Epilogue& epilogue,
+                                   float alpha, const TensorMap& map, const Work& work, const Consumer& self) {
     if constexpr (Tile::kFinish == kDirect) {
         using Group = typename Tile::Epilogue::Group;
         for_each_group<Tile>(acc, self, [&](int row, int col, Group& value, Group& up) {
@@ -346,6 +347,7 @@ __global__ void __launch_bounds__(3 * kWarpGroupSize, 1)
         barriers.init(kPingPong ? 1 : 2);
         prefetch_tensor_map(maps.a);
         prefetch_tensor_map(maps.b);
+        if (kFinish != kDirect) prefetch_tensor_map(maps.d);
     }
     __syncthreads();
 

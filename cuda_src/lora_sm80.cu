@@ -24,11 +24,12 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) lora_sm80(const __grid_cons
     using Product = RankProduct<Tile, RANK, kLoraBKMajor, ACCESS_LORA_B>;
     constexpr int BLOCK_M = Shape::BLOCK_M;
     constexpr int TILE_COLS = Epilogue::kGated ? Shape::BLOCK_N / 2 : Shape::BLOCK_N;  // columns of D
+    constexpr int RING_BYTES = Shape::STAGES * (kRide ? stage_bytes<Tile, Rider> : stage_bytes<Tile>);
+    static_assert(Product::TileY::BYTES <= RING_BYTES, "x @ a takes over the ring when it rides");
     extern __shared__ __align__(128) char shared[];
     const GemmCall& call = params.call;
     const GemmShape& shape = params.shape;
     const LoraOperands& lora = params.lora;
-    constexpr int RING_BYTES = Shape::STAGES * (kRide ? stage_bytes<Tile, Rider> : stage_bytes<Tile>);
     const uint32_t ring = shared_address(shared), tile_b = ring + RING_BYTES, tile_y = tile_b + Product::TileB::BYTES;
 
     const int thread = threadIdx.x;
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) lora_sm80(const __grid_cons
         if constexpr (kRide) {
             Rider rider(lora, k_begin, thread);
             multiply_tile<Tile>(acc, loader_x, loader_c, rider, ring, k_count, thread);
-            rider.store_product(shared, thread % kWarpSize);
+            rider.store_product(shared, thread);
             __syncthreads();
             Product::add(acc, ring, tile_b, lora.rank, lora.scaling, thread);
         } else {

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from rawops._runtime.tensormap import TensorMap
 
 BLOCK_M, BLOCK_K = 128, 64
 PLAIN, STAGED, DIRECT = range(3)  # Finish in gemm_sm90.cu
+_SWIGLU = 5  # Activation in epilogue.cuh
 THREADS = 384
 
 _SPAN = 128  # bytes of a swizzled row in shared memory
@@ -23,11 +25,13 @@ _SLAB_BYTES = 8 * 16 * 32 * 4  # of the eight warps, for every finish but the pl
 _MAX_STAGES = 8
 _RASTER_ROWS = 8
 
-# The cost of a tile in units of one column of one K block, which is what the tensor cores take for 128 x 1 x 64 of it.
-# Measured on an H200 at 4096 x 6144 x 4096, tiles 128, 192 and 256 wide: a K block costs as much as 31 columns more
-# than it has, for the copies of A; a tile costs its epilogue and the start of its main loop.
+# Costs in units of one column of one K block: what the tensor cores take for 128 x 1 x 64, 4 cycles.
+# Measured on an H200 at 4096 x 6144 x 4096 with tiles 128, 192 and 256 wide: a K block costs 31 columns more than it
+# has, for the copies of A. A tile costs its epilogue and the start of its main loop.
 _COST_OF_A = 32
 _COST_OF_TILE = 300
+_COST_OF_SPLIT = 1750  # the second launch and the partial sums of split-K, and
+_SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
 SM90 = KernelSpec(
     source="gemm_sm90.cu",
@@ -72,9 +76,14 @@ class Problem:
     N: int
     K: int
     batches: int = 1
+    a_k_major: bool = True
     b_k_major: bool = True
     finish: int = PLAIN
     parts: int = 1
+
+    @property
+    def k_blocks(self) -> int:
+        return -(-self.K // BLOCK_K)
 
 
 @dataclass(frozen=True)
@@ -121,12 +130,18 @@ def _config(problem: Problem, block_n: int, ping_pong: bool, sm_count: int, max_
     tiles_m, tiles_n = -(-problem.M // BLOCK_M), -(-problem.N * problem.parts // block_n)
     tiles = tiles_m * tiles_n * problem.batches
     waves = -(-tiles // sm_count)
-    main_loop = -(-problem.K // BLOCK_K) * (block_n + _COST_OF_A)
+    main_loop = problem.k_blocks * (block_n + _COST_OF_A)
     cost = waves * max(main_loop, _COST_OF_TILE) + _COST_OF_TILE if ping_pong else waves * (main_loop + _COST_OF_TILE)
     free = max_shared_bytes - _finish_bytes(problem, block_n, ping_pong)
     stages = min(free // _stage_bytes(block_n), _MAX_STAGES)
     bands = -(-tiles_m // _RASTER_ROWS)
     return Config(block_n, stages, ping_pong, -(-tiles_m // bands), min(tiles, sm_count), waves, cost)
+
+
+def wants_split(problem: Problem, config: Config, sm_count: int) -> bool:
+    """Tell whether so few SMs are busy that another kernel is faster, because it splits K over all of them."""
+    work = problem.k_blocks * -(-problem.M // BLOCK_M) * problem.N * problem.parts * problem.batches
+    return _SPLIT_SLOWNESS * work / sm_count + _COST_OF_SPLIT < config.cost
 
 
 def _stage_bytes(block_n: int) -> int:
@@ -144,24 +159,28 @@ def _finish_bytes(problem: Problem, block_n: int, ping_pong: bool) -> int:
 # --- from operands to a launch --------------------------------------------------------------------------------------
 
 
-def supports(capability: int, operands: dict, M: int, N: int, K: int, gated: bool) -> bool:
-    """Tell whether the kernel can run a product: Hopper, 16-bit operands that TMA can read, something to add up.
+def supports(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int) -> bool:
+    """Tell whether the kernel can run a product, and is the one to do so: Hopper, 16 bits, readable by TMA.
 
     Parameters
     ----------
-    capability : int
-        Of the device, 90 for Hopper.
+    device : Device
     operands : dict
-        At least "a", "b" and "out".
+        "a", "b", "out" and those of "c", "bias", "residual" that there are.
     M, N, K : int
         N counts columns of b.
-    gated : bool
-        For swiglu.
+    extents : tuple of 3 int
+        The batch axes.
+    activation : int
+        The kernels' number; 5 is swiglu.
     """
-    a, b = operands["a"], operands["b"]
-    if capability != 90 or K == 0 or a.itemsize != 2 or a.dtype not in SM90.choices["dtype"]:
+    if not SM90.exists_on(device.capability):
         return False
-    return _k_major(a, M, K, a.row, a.col) is not None and _k_major(b, N, K, b.col, b.row) is not None
+    problem = _problem(operands, M, N, K, extents, activation)
+    if problem is None:
+        return False
+    config = select_config(problem, device.sm_count, device.max_shared_bytes)
+    return not wants_split(problem, config, device.sm_count)
 
 
 @dataclass(frozen=True)
@@ -180,69 +199,65 @@ class Plan:
         self.kernel.launch(self.grid, (THREADS, 1, 1), values, self.shared_bytes)
 
 
-def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, config=None) -> Plan:
-    """Prepare a product that `supports` accepts.
-
-    Parameters
-    ----------
-    device : Device
-    operands : dict
-        "a", "b", "out" and those of "c", "bias", "residual" that there are.
-    M, N, K : int
-        N counts columns of b.
-    extents : tuple of 3 int
-        The batch axes.
-    activation : int
-        The kernels' number; 5 is swiglu.
-    config : Config, optional
-        Instead of `select_config`'s choice.
-    """
+def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int) -> Plan:
+    """Prepare a product that `supports` accepts; the same arguments."""
     a, b, out = operands["a"], operands["b"], operands["out"]
-    parts = 2 if activation == 5 else 1
-    a_k_major, b_k_major = _k_major(a, M, K, a.row, a.col), _k_major(b, N, K, b.col, b.row)
-    finish = DIRECT
-    if out.itemsize == 2 and _readable(out, out.col, N // parts, out.row, M):
-        finish = STAGED if activation or any(name in operands for name in ("c", "bias", "residual")) else PLAIN
-    problem = Problem(M, N // parts, K, extents[0] * extents[1] * extents[2], b_k_major, finish, parts)
-    config = config or select_config(problem, device.sm_count, device.max_shared_bytes)
+    problem = _problem(operands, M, N, K, extents, activation)
+    config = select_config(problem, device.sm_count, device.max_shared_bytes)
     kernel = SM90.kernel(
         device,
         dtype=a.dtype,
         out_dtype=out.dtype,
         block_n=config.block_n,
         stages=config.stages,
-        a_k_major=a_k_major,
-        b_k_major=b_k_major,
+        a_k_major=problem.a_k_major,
+        b_k_major=problem.b_k_major,
         activation=activation,
-        finish=finish,
+        finish=problem.finish,
         ping_pong=config.ping_pong,
     )
-    width = config.block_n // parts
+    width = config.block_n // problem.parts
     box_cols = next(cols for cols in (64, 32, 16) if width % cols == 0)
-    rows = BLOCK_M if config.ping_pong else BLOCK_M // 2
-    describe = (
-        _map_of(a, (M, a.row), (K, a.col), a_k_major, BLOCK_M, extents),
-        _map_of(b, (N, b.col), (K, b.row), b_k_major, width, extents),
-        None if finish == DIRECT else _map_of(out, (M, out.row), (N // parts, out.col), True, rows, extents, box_cols),
-    )
+    box_rows = BLOCK_M if config.ping_pong else BLOCK_M // 2
+    describe = [
+        _map_of(a, (M, a.row), (K, a.col), problem.a_k_major, BLOCK_M, extents),
+        _map_of(b, (N, b.col), (K, b.row), problem.b_k_major, width, extents),
+    ]
+    if problem.finish != DIRECT:
+        describe.append(_map_of(out, (M, out.row), (problem.N, out.col), True, box_rows, extents, box_cols))
 
     @functools.lru_cache(maxsize=64)
     def maps(*addresses: int) -> bytes:
         encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
-        described = zip(describe, addresses, strict=True)
-        return b"".join(bytes(128) if d is None else encode(d(address=address)) for d, address in described)
+        encoded = [encode(d(address=address)) for d, address in zip(describe, addresses, strict=False)]
+        return b"".join(encoded).ljust(3 * 128, b"\0")
 
     return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps)
 
 
+def _problem(operands: dict, M: int, N: int, K: int, extents: tuple, activation: int) -> Problem | None:
+    """Describe a product, None where TMA cannot read it."""
+    a, b, out = operands["a"], operands["b"], operands["out"]
+    if K == 0 or a.dtype not in SM90.choices["dtype"]:
+        return None
+    a_k_major, b_k_major = _k_major(a, M, K, a.row, a.col), _k_major(b, N, K, b.col, b.row)
+    if a_k_major is None or b_k_major is None:
+        return None
+    parts = 2 if activation == _SWIGLU else 1
+    finish = DIRECT
+    if out.itemsize == 2 and _movable(out, out.col, N // parts, out.row, M):
+        finish = STAGED if activation or any(name in operands for name in ("c", "bias", "residual")) else PLAIN
+    return Problem(M, N // parts, K, math.prod(extents), a_k_major, b_k_major, finish, parts)
+
+
 def _k_major(x, mn: int, k: int, mn_stride: int, k_stride: int) -> bool | None:
     """Tell which axis of an operand is contiguous, K (True) or the other one; None where TMA cannot read it."""
-    if _readable(x, k_stride, k, mn_stride, mn):
+    if _movable(x, k_stride, k, mn_stride, mn):
         return True
-    return False if _readable(x, mn_stride, mn, k_stride, k) else None
+    return False if _movable(x, mn_stride, mn, k_stride, k) else None
 
 
-def _readable(x, inner_stride: int, inner: int, outer_stride: int, outer: int) -> bool:
+def _movable(x, inner_stride: int, inner: int, outer_stride: int, outer: int) -> bool:
     """Tell whether TMA can move a matrix: contiguous along one axis, everything else on 16-byte boundaries."""
     steps = [*x.batch, outer_stride if outer > 1 else 0]
     return (

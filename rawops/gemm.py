@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -243,7 +244,7 @@ class _Launch:
     out_shape: tuple[int, ...]
     out_dtype: np.dtype
     empty: bool
-    spans: tuple  # of a, b, c, bias, residual, out: first and last byte from the pointer
+    spans: tuple  # of the operands: first and last byte from the pointer
     in_place: tuple[bool, bool]  # out may be c, out may be residual, entry for entry
     kernel: Function | None = None
     grid: tuple[int, int, int] = (0, 0, 0)
@@ -251,27 +252,28 @@ class _Launch:
     shared_bytes: int = 0
     shape: bytes = b""
     split: _Split | None = None
+    kept: Any = None  # what Product.parameters wants to know
 
     def collides(self, pointers: tuple) -> bool:
         """Tell whether the result would overwrite what is still to be read."""
         out, (low, high) = pointers[5], self.spans[5]
         low, high = out + low, out + high
-        for i, (pointer, span) in enumerate(zip(pointers[:5], self.spans, strict=False)):
-            if pointer and pointer + span[0] < high and low < pointer + span[1]:
+        for i, (pointer, span) in enumerate(zip(pointers, self.spans, strict=True)):
+            if i != 5 and pointer and pointer + span[0] < high and low < pointer + span[1]:
                 exact = pointer == out and ((i == 2 and self.in_place[0]) or (i == 4 and self.in_place[1]))
                 if not exact:
                     return True
         return False
 
-    def run(self, pointers: tuple, alpha: tuple, beta: tuple, workspace: int) -> None:
-        """Launch; the pointers are those of a, b, c, bias, residual, out."""
-        a, b, c, bias, residual, out = pointers
+    def run(self, pointers: tuple, alpha: tuple, beta: tuple, workspace: int, further: bytes) -> None:
+        """Launch; the pointers start with those of a, b, c, bias, residual, out."""
+        a, b, c, bias, residual, out = pointers[:6]
         call = _CALL.pack(a, b, *alpha, out, c, bias, residual, *beta)
         if self.split is None:
-            self.kernel.launch(self.grid, self.block, (call + self.shape,), self.shared_bytes)
+            self.kernel.launch(self.grid, self.block, (call + self.shape + further,), self.shared_bytes)
             return
         partial = _CALL.pack(a, b, *alpha, workspace, 0, 0, 0, *_ZERO)
-        self.kernel.launch(self.grid, self.block, (partial + self.split.shape,), self.shared_bytes)
+        self.kernel.launch(self.grid, self.block, (partial + self.split.shape + further,), self.shared_bytes)
         values = (call + self.shape, workspace, self.split.workspace_shape[0], self.split.workspace_shape[2])
         self.split.kernel.launch(self.split.grid, (128, 1, 1), values)
 
@@ -290,10 +292,41 @@ class _Split:
 _ZERO = (0, 0.0, 0)  # a scalar as the kernels take it
 
 
-def _prepare(function, device, options, named: dict, pointers: tuple) -> _Launch:
+class Product:
+    """The plain product of `gemm`. lora.py derives one that adds a low-rank part in the same kernel.
+
+    Attributes
+    ----------
+    arrays : dict
+        Operands beyond those of `gemm`, by name.
+    """
+
+    arrays: ClassVar[dict] = {}
+
+    def configure(self, device, problem: Problem, split_k: int | None) -> Config:
+        """Choose tile and split."""
+        return select_config(problem, device.sm_count, device.max_shared_bytes, split_k)
+
+    def kernel(self, device, problem: Problem, config: Config, choices: dict, operands: dict):
+        """Return the kernel, its shared memory, and what `parameters` wants to know of this launch."""
+        itemsize = dtypes.itemsize(problem.dtype)
+        spec = SIMT if problem.kind == "float32" else SM80
+        return spec.kernel(device, **choices), config.tile.shared_bytes(itemsize), None
+
+    def parameters(self, device, launch: _Launch, pointers: tuple, workspaces: dict | None) -> bytes:
+        """Pack what the kernel takes behind GemmParams, for one call."""
+        return b""
+
+
+_PLAIN = Product()
+
+
+def _prepare(function, device, options, named: dict, pointers: tuple, product: Product) -> _Launch:
     """Check the arguments, choose the kernel and pack what does not change."""
-    activation, out_dtype, precision, split_k = options
+    activation, out_dtype, precision, split_k, plan = options
     a, b, out = named["a"], named["b"], named["out"]
+    if plan is not None:
+        _check_plan(function, a, b, plan)
     dtype = _check_operands(function, a, b, activation, precision)
     if split_k is not None:
         checks.int_range(function, "split_k", split_k, 1, 1024)
@@ -311,12 +344,13 @@ def _prepare(function, device, options, named: dict, pointers: tuple) -> _Launch
         return _Launch(empty=True, **frame)
 
     operands = _operands(function, named, pointers, batch_shape, shape, N, out_dtype)
+    further = {name: operands.pop(name) for name in product.arrays}
     M, extents = _fold_batch(function, operands, batch_shape, M)
     a_k_major, access_a = _layout(operands["a"], M, K, operands["a"].row, operands["a"].col, 0)
     gate = cols if activation == "swiglu" else 0
     b_k_major, access_b = _layout(operands["b"], N, K, operands["b"].col, operands["b"].row, gate)
     problem = Problem(dtype, M, N, K, math.prod(extents), precision == "tf32", min(access_a, access_b))
-    config = select_config(problem, device.sm_count, device.max_shared_bytes, split_k)
+    config = product.configure(device, problem, split_k)
     layout = {"a_k_major": a_k_major, "b_k_major": b_k_major, "access_a": access_a, "access_b": access_b}
     sizes = (M, N, K, cols)
     number = ACTIVATIONS.index(activation)
@@ -326,20 +360,18 @@ def _prepare(function, device, options, named: dict, pointers: tuple) -> _Launch
         split = _prepare_split(device, problem, config, operands, sizes, extents, out_dtype, number)
         number, cols, out_dtype = 0, N, dtypes.name(split.workspace_dtype)
     tile = config.tile
-    choices = {"tile": tile.cpp, **layout, "activation": number}
-    if problem.kind == "float32":
-        kernel = SIMT.kernel(device, **choices)
-    else:
-        kernel = SM80.kernel(device, dtype=dtype, out_dtype=out_dtype, **choices)
+    choices = {"dtype": dtype, "out_dtype": out_dtype, "tile": tile.cpp, **layout, "activation": number}
+    kernel, shared_bytes, kept = product.kernel(device, problem, config, choices, further)
     tile_cols = tile.block_n // (2 if number == ACTIVATIONS.index("swiglu") else 1)
     return _Launch(
         empty=False,
         kernel=kernel,
         grid=(-(-M // tile.block_m) * -(-cols // tile_cols), config.split_k, min(problem.batches, _MAX_GRID_Z)),
         block=(tile.threads, 1, 1),
-        shared_bytes=max(tile.shared_bytes(dtypes.itemsize(dtype)), _staging_bytes(tile, dtype)),
+        shared_bytes=max(shared_bytes, _staging_bytes(tile, dtype)),
         shape=_pack_shape(operands, sizes, extents, config, gate),
         split=split,
+        kept=kept,
         **frame,
     )
 
@@ -511,6 +543,14 @@ def _check_operands(function, a, b, activation, precision) -> str:
     return dtype
 
 
+def _check_plan(function, a, b, plan: tuple) -> None:
+    M, N, K, dtype = plan
+    for name, x, shape in (("a", a, (M, K)), ("b", b, (K, N))):
+        if x.shape[-2:] != shape:
+            checks.fail(ValueError, function, name, f"have shape (..., {shape[0]}, {shape[1]})", tuple(x.shape))
+        checks.dtype(function, name, x, (dtype,))
+
+
 def _broadcast_batch(function, a, b) -> tuple[int, ...]:
     try:
         batch = np.broadcast_shapes(tuple(a.shape[:-2]), tuple(b.shape[:-2]))
@@ -586,49 +626,52 @@ def _same_entries(x, out) -> bool:
 # --- calls ----------------------------------------------------------------------------------------------------------
 
 
-def _launch_of(function, device, options, named: dict, pointers: tuple) -> _Launch:
+def _launch_of(function, device, options, named: dict, pointers: tuple, product: Product) -> _Launch:
     pairs = zip(named.values(), pointers, strict=True)
     key = (options, *[None if x is None else (x.shape, x.strides, x.dtype, p & 15) for x, p in pairs])
     launch = device.functions.get(key)
     if launch is None:
-        launch = device.functions[key] = _prepare(function, device, options, named, pointers)
+        launch = device.functions[key] = _prepare(function, device, options, named, pointers, product)
     return launch
 
 
-def _call(function, options, a, b, c, bias, residual, out, alpha, beta, workspaces: dict | None = None):
-    """Run one product; `workspaces` keeps a plan's workspace from call to call."""
+def _call(function, options, a, b, c, bias, residual, out, alpha, beta, workspaces=None, product=_PLAIN):
+    """Run one product; `workspaces` is a dict that keeps a plan's workspaces from call to call."""
     alpha, beta = _scalar(function, "alpha", alpha), _scalar(function, "beta", beta)
     if beta == _ZERO:
         c = None  # never read
     elif c is None:
         checks.fail(ValueError, function, "c", "be given where beta is not 0", "None")
-    named = {"a": a, "b": b, "c": c, "bias": bias, "residual": residual, "out": out}
+    named = {"a": a, "b": b, "c": c, "bias": bias, "residual": residual, "out": out, **product.arrays}
     device = arrays.device_of(function, **named)
     pointers = tuple([device.pointer(x) for x in named.values()])
-    launch = _launch_of(function, device, options, named, pointers)
+    launch = _launch_of(function, device, options, named, pointers, product)
     result = out
     if out is not None and launch.collides(pointers):  # compute aside, copy at the end
         activation, _, *rest = options
         named["out"] = result = None
-        launch = _launch_of(function, device, (activation, launch.out_dtype, *rest), named, pointers)
+        launch = _launch_of(function, device, (activation, launch.out_dtype, *rest), named, pointers, product)
     if result is None:
         result = device.empty(launch.out_shape, launch.out_dtype)
-        pointers = (*pointers[:5], device.pointer(result))
+        pointers = (*pointers[:5], device.pointer(result), *pointers[6:])
     if not launch.empty:
-        buffer = None if launch.split is None else _workspace(device, launch.split, workspaces)
-        launch.run(pointers, alpha, beta, device.pointer(buffer))
+        further = product.parameters(device, launch, pointers, workspaces)
+        split, buffer = launch.split, None
+        if split is not None:
+            buffer = _workspace(device, split.workspace_shape, split.workspace_dtype, workspaces)
+        launch.run(pointers, alpha, beta, device.pointer(buffer), further)
     if out is not None and result is not out:
         out[...] = result
         return out
     return result
 
 
-def _workspace(device, split: _Split, kept: dict | None):
+def _workspace(device, shape: tuple, dtype, kept: dict | None):
     if kept is None:
-        return device.empty(split.workspace_shape, split.workspace_dtype)
-    key = (device, split.workspace_shape, split.workspace_dtype)
+        return device.empty(shape, dtype)
+    key = (device, shape, dtype)
     if key not in kept:
-        kept[key] = device.empty(split.workspace_shape, split.workspace_dtype)
+        kept[key] = device.empty(shape, dtype)
     return kept[key]
 
 
@@ -687,7 +730,7 @@ def gemm(
         Accumulated in float32 (float64 for float64), rounded once.
     """
     (a, b, c, bias, residual, out), give = arrays.take("gemm", a=a, b=b, c=c, bias=bias, residual=residual, out=out)
-    options = (activation, out_dtype, precision, split_k)
+    options = (activation, out_dtype, precision, split_k, None)
     return give(_call("gemm", options, a, b, c, bias, residual, out, alpha, beta))
 
 
@@ -722,11 +765,10 @@ class Gemm:
         split_k: int | None = None,
         deterministic: bool = False,
     ) -> None:
-        M, N, K = (checks.int_range("Gemm", n, v, 0, _MAX_SIZE) for n, v in (("M", M), ("N", N), ("K", K)))
-        self.dtype = checks.choice("Gemm", "dtype", dtypes.name(dtype), DTYPES)
-        self.shape_a, self.shape_b = (M, K), (K, N)
+        sizes = (checks.int_range("Gemm", n, v, 0, _MAX_SIZE) for n, v in (("M", M), ("N", N), ("K", K)))
+        plan = (*sizes, checks.choice("Gemm", "dtype", dtypes.name(dtype), DTYPES))
+        self._options = (activation, out_dtype, precision, split_k, plan)
         self._alpha, self._beta, self._bias, self._residual = alpha, beta, bias, residual
-        self._options = (activation, out_dtype, precision, split_k)
         self._workspaces: dict = {}
 
     def __call__(self, a, b, c=None, *, bias=None, residual=None, out=None):
@@ -734,10 +776,5 @@ class Gemm:
         bias = self._bias if bias is None else bias
         residual = self._residual if residual is None else residual
         (a, b, c, bias, residual, out), give = arrays.take("Gemm", a=a, b=b, c=c, bias=bias, residual=residual, out=out)
-        for name, x, shape in (("a", a, self.shape_a), ("b", b, self.shape_b)):
-            if x.shape[-2:] != shape:
-                checks.fail(ValueError, "Gemm", name, f"have shape (..., {shape[0]}, {shape[1]})", tuple(x.shape))
-            if x.dtype.name != self.dtype:
-                checks.dtype("Gemm", name, x, (self.dtype,))
         arguments = (self._options, a, b, c, bias, residual, out, self._alpha, self._beta)
         return give(_call("Gemm", *arguments, self._workspaces))

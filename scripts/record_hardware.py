@@ -87,20 +87,19 @@ class Runner:
 
 def record(path: Path) -> int:
     """Run everything on the current GPU and write what it computed; returns the number of failures."""
-    failures = compile_all(HOPPER)
-    results, runner = {}, Runner()
+    compile_all(HOPPER)
+    outcomes, runner = {}, Runner()
     for family in FAMILIES:
-        result = runner.run(family.name)
-        if isinstance(result, str):
-            failures += 1
-            print(f"{family.name}: {result}")
-        else:
-            results[family.name] = result
+        outcomes[family.name] = runner.run(family.name)
     runner.stop()
-    about = _about() | {"operands": {f.name: f.fingerprint() for f in FAMILIES if f.name in results}}
+    results = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, str)}
+    failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
+    operands = {family.name: family.fingerprint() for family in FAMILIES if family.name in results}
+    about = {**_about(), "operands": operands, "failed": failed}
     np.savez_compressed(path, about=np.array(json.dumps(about)), **results)
-    print(f"{len(results)} families of {about['gpu']} in {path}, {path.stat().st_size} bytes; {failures} failures")
-    return failures
+    print("\n".join(f"{name}: {why}" for name, why in failed.items()))
+    print(f"{len(results)} families of {about['gpu']} in {path}, {path.stat().st_size} bytes; {len(failed)} failed")
+    return len(failed)
 
 
 def _about() -> dict:

@@ -86,7 +86,8 @@ def hard_floats(rng, dtype, n):
     values = rng.integers(0, np.iinfo(unsigned).max, n, dtype=unsigned, endpoint=True).view(dtype)
     near = (rng.integers(-64, 64, n) * 2.0 ** rng.integers(-8, 9, n)).astype(dtype)
     low, high = (-24, 12) if dtype == np.float16 else (-140, 100) if dtype == np.float32 else (-1060, 900)
-    wide = (rng.integers(-4096, 4096, n) * 2.0 ** rng.integers(low, high, n)).astype(dtype)
+    with np.errstate(over="ignore"):
+        wide = (rng.integers(-4096, 4096, n) * 2.0 ** rng.integers(low, high, n)).astype(dtype)
     choice = rng.integers(0, 3, n)
     values = np.where(choice == 0, values, np.where(choice == 1, near, wide))
     return np.where(np.isfinite(values), values, dtype(1.5))
@@ -130,8 +131,9 @@ def test_div_sqrt_rcp_round_once(dtype, mode):
         f"div.{mode}.{kind} $0, $3, $4; rcp.{mode}.{kind} $1, $4; sqrt.{mode}.{kind} $2, $3;",
         [dtype] * 3, a, b,
     )  # fmt: skip
-    same_bits(quotient, [rounded(Fraction(float(x)) / Fraction(float(y)), dtype, mode) for x, y in zip(a, b, strict=True)])
-    same_bits(inverse, [rounded(1 / Fraction(float(y)), dtype, mode) for y in b])
+    x, y = ([Fraction(float(v)) for v in values] for values in (a, b))
+    same_bits(quotient, [rounded(p / q, dtype, mode) for p, q in zip(x, y, strict=True)])
+    same_bits(inverse, [rounded(1 / q, dtype, mode) for q in y])
     for x, r in zip(a, root, strict=True):
         x, r = Fraction(float(x)), dtype(r)
         below, above = (Fraction(float(np.nextafter(r, dtype(t)))) for t in (0, np.inf))
@@ -178,7 +180,8 @@ def bf16_bits(exact: Fraction) -> int:
     candidates = []
     for bits in (towards_zero, towards_zero + 1):
         value = np.uint32(bits << 16).view(np.float32)
-        candidates.append((bits, Fraction(2) ** 128 * (1 if value > 0 else -1) if np.isinf(value) else Fraction(float(value))))
+        beyond = Fraction(2) ** 128 * (1 if value > 0 else -1)
+        candidates.append((bits, beyond if np.isinf(value) else Fraction(float(value))))
     (low, x), (high, y) = candidates
     if abs(exact - x) == abs(exact - y):
         return low if low % 2 == 0 else high
@@ -271,7 +274,7 @@ def test_integer_arithmetic(dtype):
     for i in range(len(a)):
         x, y, z = int(a[i]), int(b[i]), int(c[i])
         quotient = abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1) if y else -1
-        remainder = x - quotient * y if y else x
+        remainder = x - quotient * y if y else -1
         expected = [x + y, x - y, x * y, x * y >> bits, min(x, y), max(x, y), quotient, remainder]
         for actual, value in zip(outs, expected, strict=True):
             assert int(actual[i]) % (1 << bits) == value % (1 << bits)
@@ -355,7 +358,9 @@ def test_bit_fields(bits):
 
 
 @pytest.mark.parametrize("mode", ["rni", "rzi", "rmi", "rpi"])
-@pytest.mark.parametrize(("kind", "dtype"), [("s32", np.int32), ("u32", np.uint32), ("s64", np.int64), ("u16", np.uint16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("s32", np.int32), ("u32", np.uint32), ("s64", np.int64), ("u16", np.uint16)]
+)
 def test_float_to_integer_clamps(mode, kind, dtype):
     values = [0.5, 1.5, -0.5, -1.5, 2.5, 1e10, -1e10, np.inf, -np.inf, np.nan, 3.7, -3.2, 1e20, 65535.7]
     a = np.array(values, np.float32)
@@ -441,10 +446,12 @@ def test_tf32_conversion():
     assert np.isnan(away[3]) and np.isinf(away[4]) and np.isinf(away[5])
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [("ex2", np.exp2), ("lg2", np.log2), ("sin", np.sin), ("cos", np.cos), ("tanh", np.tanh), ("rsqrt", lambda a: a**-0.5)],
-)
+APPROXIMATE = {
+    "ex2": np.exp2, "lg2": np.log2, "sin": np.sin, "cos": np.cos, "tanh": np.tanh, "rsqrt": lambda a: 1 / np.sqrt(a),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "function"), APPROXIMATE.items())
 def test_approximate_functions(name, function):
     a = np.linspace(0.01, 30, 500).astype(np.float32)
     out = execute(f"{name}.approx.f32 $0, $1;", [np.float32], a)
@@ -490,3 +497,70 @@ def test_integer_extras():
     np.testing.assert_array_equal(outs[2], wrap(low[0] * low[1]))
     np.testing.assert_array_equal(outs[3], np.clip(wide[0] + wide[1], -(1 << 31), (1 << 31) - 1))
     np.testing.assert_array_equal(outs[4], np.where(c >= 0, a, b))
+
+
+def test_predicates_of_floats():
+    a = np.array([0, 1, -1, np.inf, -np.inf, np.nan, 1e-40, -1e-40], np.float32)
+    names = ["finite", "infinite", "number", "notanumber", "normal", "subnormal"]
+    text = "".join(f"testp.{m}.f32 %p1, $6; selp.u32 ${i}, 1, 0, %p1;" for i, m in enumerate(names))
+    outs = execute(text, [np.uint32] * 6, a)
+    tiny = (np.abs(a) < np.finfo(np.float32).tiny) & (a != 0)
+    finite = np.isfinite(a)
+    expected = [finite, np.isinf(a), ~np.isnan(a), np.isnan(a), finite & ~tiny & (a != 0), tiny]
+    for actual, values in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(actual, values)
+    signed = execute("copysign.f32 $0, $1, $2;", [np.float32], a, np.float32(3) + np.zeros_like(a))
+    same_bits(signed, np.copysign(np.float32(3), a))
+
+
+def test_masks_extensions_and_packed_integers():
+    rng = np.random.default_rng(13)
+    a, b = hard_integers(rng, np.uint32), hard_integers(rng, np.uint32)
+    start, length = (rng.integers(0, 40, len(a)).astype(np.uint32) for _ in range(2))
+    mask, signed, unsigned = execute(
+        "bmsk.clamp.b32 $0, $4, $5; szext.clamp.s32 $1, $3, $5; szext.wrap.u32 $2, $3, $5;",
+        [np.uint32] * 3, a, start, length,
+    )  # fmt: skip
+    for i in range(len(a)):
+        x, s, n = int(a[i]), int(start[i]), min(int(length[i]), 32)
+        assert int(mask[i]) == (((1 << n) - 1) << min(s, 32)) & 0xFFFFFFFF
+        low = x & ((1 << n) - 1)
+        assert int(signed[i]) == (low - (low >> (n - 1) << n) if n else 0) & 0xFFFFFFFF
+        assert int(unsigned[i]) == x & ((1 << (int(length[i]) & 31)) - 1)
+    added, least = execute("add.u16x2 $0, $2, $3; min.s16x2 $1, $2, $3;", [np.uint32] * 2, a, b)
+    halves = [v.view(np.uint16) for v in (a, b)]
+    np.testing.assert_array_equal(added.view(np.uint16), halves[0] + halves[1])
+    np.testing.assert_array_equal(least.view(np.int16), np.minimum(a.view(np.int16), b.view(np.int16)))
+    packed = execute("cvt.pack.sat.s16.s32 $0, $1, $2;", [np.uint32], a, b).view(np.int16).reshape(-1, 2)
+    np.testing.assert_array_equal(packed, np.clip(np.stack([b, a], 1).view(np.int32), -32768, 32767))
+    found = execute("fns.b32 $0, $1, 3, 2;", [np.uint32], a)
+    for x, r in zip(a.tolist(), found.tolist(), strict=True):
+        bits = [i for i in range(3, 32) if x >> i & 1]
+        assert r == (bits[1] if len(bits) > 1 else 0xFFFFFFFF)
+
+
+def test_set_makes_numbers():
+    a = np.array([1, 2, np.nan, 4], np.float32)
+    b = np.array([2, 1, 3, 4], np.float32)
+    integer, number, same = execute(
+        "set.lt.u32.f32 $0, $3, $4; set.geu.f32.f32 $1, $3, $4; set.eq.s32.f32 $2, $3, $4;",
+        [np.uint32, np.float32, np.int32], a, b,
+    )  # fmt: skip
+    np.testing.assert_array_equal(integer, [0xFFFFFFFF, 0, 0, 0])
+    np.testing.assert_array_equal(number, [0, 1, 1, 1])
+    np.testing.assert_array_equal(same, [0, 0, 0, -1])
+
+
+def test_warp_reductions_and_masks():
+    a = np.concatenate([np.arange(-5, 27), [np.nan], np.arange(31) - 9.5]).astype(np.float32)
+    text = """
+    .reg .b32 m; activemask.b32 m; elect.sync %t2|%p1, m; selp.u32 $0, 1, 0, %p1;
+    cvt.rzi.s32.f32 %t1, $4; redux.sync.add.s32 $1, %t1, m; redux.sync.xor.b32 $2, %t1, m;
+    match.all.sync.b32 $3|%p2, m, 0xffffffff;
+    """
+    elected, total, parity, same = execute(text, [np.uint32, np.int32, np.uint32, np.uint32], a)
+    whole = np.where(np.isnan(a), 0, np.trunc(a)).astype(np.int32).reshape(2, 32)
+    np.testing.assert_array_equal(elected.reshape(2, 32), np.arange(32) == np.zeros((2, 1)))
+    np.testing.assert_array_equal(total.reshape(2, 32), np.repeat(whole.sum(1)[:, None], 32, 1))
+    np.testing.assert_array_equal(parity.view(np.int32).reshape(2, 32)[:, 5], np.bitwise_xor.reduce(whole, axis=1))
+    assert (same == 0xFFFFFFFF).all()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cuda.bindings import nvrtc
 from cuda.pathfinder import find_nvidia_header_directory
 
 from rawops._emulator import GlobalMemory, Program, emulate_launch
+from rawops.errors import EmulatorError, UnsupportedPTX
 
 ARCHS = ("sm_80", "sm_90a")
 
@@ -64,7 +66,7 @@ extern "C" __global__ void k(float a, const float* x, float* y, int n) {
 @pytest.mark.parametrize(("n", "block"), [(1, 32), (1000, 128), (5003, 96), (4096, 256)])
 def test_saxpy(rng, arch, n, block):
     x, y = rng.standard_normal((2, n)).astype(np.float32)
-    expected = (np.float64(1.7) * 0 + np.float64(np.float32(1.7)) * x + y.astype(np.float64)).astype(np.float32)
+    expected = (np.float32(1.7) * x.astype(np.float64) + y).astype(np.float32)
     report = launch(SAXPY, -(-n // block), block, np.float32(1.7), x, y, np.int32(n), arch=arch)
     np.testing.assert_array_equal(y, expected)
     assert report.loads.global_requests == 2 * -(-n // 32)
@@ -236,9 +238,7 @@ extern "C" __global__ void k(const float* x, float* y, int rows, int cols) {
 def test_transpose_and_bank_conflicts(rng, pitch, conflicts):
     x = rng.standard_normal((64, 96)).astype(np.float32)
     y = np.zeros((96, 64), np.float32)
-    report = launch(
-        TRANSPOSE.replace("PITCH", str(pitch)), (3, 2), (32, 8), x, y, np.int32(64), np.int32(96)
-    )
+    report = launch(TRANSPOSE.replace("PITCH", str(pitch)), (3, 2), (32, 8), x, y, np.int32(64), np.int32(96))
     np.testing.assert_array_equal(y, x.T)
     assert report.total.shared_requests == 2 * 6 * 32
     assert report.total.shared_conflicts == conflicts * 6 * 32
@@ -334,16 +334,15 @@ PRINT = """
 #define N 3
 extern "C" __global__ void k(const char* unused) {
     if (threadIdx.x < N && blockIdx.x == 1)
-        printf("%s %d: %5.2f %lld %c %% %#x|%-4d|\\n", "thread", threadIdx.x, threadIdx.x * 1.25, 1ll << 40, 'z', 255, 7);
+        printf("%s %d: %5.2f %lld %c %% %#x|%-4d|\\n", "thread", threadIdx.x, threadIdx.x * 1.25, 1ll << 40, 'z', 255,
+               7);
 }
 """
 
 
 def test_printf(capsys):
     launch(PRINT, 2, 32, np.zeros(1, np.uint8))
-    expected = "".join(
-        f"thread {i}: {i * 1.25:5.2f} {1 << 40} z % 0xff|7   |\n" for i in range(3)
-    )
+    expected = "".join(f"thread {i}: {i * 1.25:5.2f} {1 << 40} z % 0xff|7   |\n" for i in range(3))
     assert capsys.readouterr().out == expected
 
 
@@ -383,7 +382,7 @@ def test_switch_calls_local_arrays_and_constants(rng, completion):
 
     def expected(i, v):
         local = [v + f(j) for j in range(6)]
-        fused = lambda a, b: f(np.float64(a) * b - 1)  # noqa: E731
+        fused = lambda a, b: f(float(a) * float(b) - 1)  # noqa: E731
         return [
             lambda: fused(v, i),
             lambda: table[i % 5],
@@ -415,8 +414,6 @@ extern "C" __global__ void k(const uint4* a, uint4* b, const __half2* h, __half2
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_vectors_and_halves(rng, arch):
-    import ml_dtypes
-
     a = rng.integers(0, 1 << 32, (64, 4)).astype(np.uint32)
     b = np.zeros_like(a)
     h = rng.standard_normal((64, 2)).astype(np.float16)
@@ -603,10 +600,119 @@ def test_views_alias_and_negative_strides_map():
     assert memory.map(base[::-1]) == memory.map(base) + 99 * 4
     assert memory.map(base.reshape(10, 10).T) == memory.map(base)
     assert memory.map(base) % 16 == base.ctypes.data % 16
+    assert memory.map(np.lib.stride_tricks.as_strided(base[4:], (3, 2), (8, 4))) == memory.map(base) + 16
+    empty, scalar = np.zeros(0, np.float32), np.array(3.0)
+    assert memory.map(empty) > 0 and memory.map(scalar) > 0 and memory.map(base[:0]) == memory.map(base)
+
+
+def test_memory_forgets_arrays_that_are_gone():
+    memory = GlobalMemory()
+    addresses = [memory.map(np.zeros(4)) for _ in range(5000)]
+    assert len(set(addresses)) == 5000
+    assert len(memory._segments) < 4200
 
 
 def test_program_is_cached_and_names_its_kernels():
     ptx = compile_ptx(SAXPY)
     assert Program.parse(ptx, "k") is Program.parse(str(ptx), "k")
-    with pytest.raises(Exception, match="no kernel 'nope'; it has: k"):
+    with pytest.raises(UnsupportedPTX, match="no kernel 'nope'; it has: k"):
         Program.parse(ptx, "nope")
+
+
+MODULE = """
+__device__ int numbers[4] = {10, 20, 30, 40};
+__device__ int* pointer = numbers + 1;
+__constant__ const char* words[2] = {"ab", "xyz"};
+__device__ __noinline__ int inner(int a) { return a * 2 + (a > 5 ? numbers[a & 3] : 0); }
+__device__ __noinline__ int outer(int a, long long b) { return inner(a + 1) - inner((int)b); }
+extern "C" __global__ void k(int* out) {
+    int i = threadIdx.x;
+    out[i] = outer(i, i * 3) + pointer[i % 3] + words[i % 2][i % 2];
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_module_variables_and_nested_calls(completion):
+    out = np.zeros(64, np.int32)
+    launch(MODULE, 1, 64, out, completion=completion)
+    numbers, words = [10, 20, 30, 40], [b"ab", b"xyz"]
+
+    def inner(a):
+        return a * 2 + (numbers[a & 3] if a > 5 else 0)
+
+    expected = [inner(i + 1) - inner(3 * i) + numbers[1 + i % 3] + words[i % 2][i % 2] for i in range(64)]
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_recursion_is_refused_and_assertions_are_reported():
+    source = """
+    __device__ __noinline__ int f(int n) { return n < 2 ? 1 : f(n - 1) + f(n - 2); }
+    extern "C" __global__ void k(int* out) { out[threadIdx.x] = f(threadIdx.x); }
+    """
+    with pytest.raises(UnsupportedPTX, match="recursion"):
+        launch(source, 1, 32, np.zeros(32, np.int32))
+    source = """
+    #define assert(x) ((x) ? (void)0 : __assertfail(#x, "here.cu", 7, "k", 1))
+    extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, size_t);
+    extern "C" __global__ void k(int* out) { assert(out[threadIdx.x] == 0); }
+    """
+    with pytest.raises(EmulatorError, match=r"assertion failed: out\[threadIdx\.x\] == 0 \(here\.cu:7\)"):
+        launch(source, 1, 32, np.arange(32, dtype=np.int32))
+
+
+GENERIC = """
+extern "C" __global__ void k(const int* x, int* out) {
+    __shared__ int s[32];
+    int local[4] = {1, 2, 3, 4};
+    s[threadIdx.x] = threadIdx.x * 10;
+    __syncthreads();
+    const int* from = threadIdx.x % 3 == 0 ? x + threadIdx.x : threadIdx.x % 3 == 1 ? s + 31 - threadIdx.x : local + 1;
+    asm volatile("" : "+l"(from));
+    local[1] = threadIdx.x;
+    int* to = threadIdx.x < 16 ? out : s;
+    asm volatile("" : "+l"(to));
+    to[threadIdx.x] = *from;
+    atomicAdd(to + threadIdx.x, 1);
+    __syncthreads();
+    if (threadIdx.x >= 16) out[threadIdx.x] = s[threadIdx.x] + __isShared(to) * 1000 + __isGlobal(x) * 2000;
+}
+"""
+
+
+def test_generic_addresses_of_several_spaces_at_once():
+    x, out = np.arange(100, 132, dtype=np.int32), np.zeros(32, np.int32)
+    launch(GENERIC, 1, 32, x, out, check=False)
+    i = np.arange(32)
+    expected = np.where(i % 3 == 0, x, np.where(i % 3 == 1, (31 - i) * 10, i)) + 1 + (i >= 16) * 3000
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_a_barrier_opens_without_threads_that_exited_unless_checked():
+    source = """
+    extern "C" __global__ void k(int* out, int n) {
+        __shared__ int s[128];
+        if (threadIdx.x >= n) return;
+        s[threadIdx.x] = threadIdx.x;
+        __syncthreads();
+        out[threadIdx.x] = s[n - 1 - threadIdx.x];
+    }
+    """
+    out = np.zeros(70, np.int32)
+    launch(source, 1, 128, out, np.int32(70), check=False)
+    np.testing.assert_array_equal(out, np.arange(70)[::-1])
+
+
+def test_random_order_depends_on_the_seed_alone(rng):
+    source = """
+    extern "C" __global__ void k(int* next, int* order) {
+        if (threadIdx.x % 32 == 0) order[atomicAdd(next, 1)] = threadIdx.x / 32;
+    }
+    """
+    orders = []
+    for seed in (1, 1, 2):
+        order = np.full(16, -1, np.int32)
+        launch(source, 1, 512, np.zeros(1, np.int32), order, completion="random", seed=seed)
+        orders.append(order.tolist())
+        assert sorted(orders[-1]) == list(range(16))
+    assert orders[0] == orders[1] != orders[2]

@@ -387,3 +387,47 @@ def test_a_missing_barrier_is_caught(rng):
     kernel = rawops.Kernel(GEMM, "gemm", ["-DNO_BARRIER"])
     with rawops.emulate(arch="sm_80", completion="random"), pytest.raises(rawops.errors.EmulatorError):
         kernel(1, 128, (a, b, c, 96, 96))
+
+
+COPIES = """
+// Copies of 4, 8 and 16 bytes: with a source size, ignored, and whole.
+__global__ void copies(const unsigned* x, unsigned* out) {
+  __shared__ __align__(16) unsigned words[32][8];
+  int lane = threadIdx.x;
+  unsigned at = (unsigned)__cvta_generic_to_shared(words[lane]);
+  const unsigned* from = x + lane * 8;
+  for (int i = 0; i < 2; ++i)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at + 4 * i), "l"(from + i) : "memory");
+  asm volatile("{\\n.reg .pred p;\\nsetp.ne.u32 p, %2, 0;\\n"
+               "cp.async.ca.shared.global.L2::128B [%0], [%1], 8, p;\\n}"
+               ::"r"(at + 8), "l"(lane % 2 ? nullptr : from + 2), "r"(lane % 2) : "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               ::"r"(at + 16), "l"(from + 4), "r"(lane % 17) : "memory");
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  for (int i = 0; i < 4; ++i) out[lane * 8 + i] = words[lane][i];
+#ifndef EARLY_READ
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+  for (int i = 4; i < 8; ++i) out[lane * 8 + i] = words[lane][i];
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "early"])
+def test_cp_async_sizes(completion, rng):
+    x, out = rng.integers(1, 2**32, (32, 8)).astype(np.uint32), np.zeros((32, 8), np.uint32)
+    want = x.copy()
+    want[1::2, 2:4] = 0
+    octets = want[:, 4:].view(np.uint8)
+    octets[np.arange(16) >= (np.arange(32) % 17)[:, None]] = 0
+    want[:, 4:] = octets.view(np.uint32)
+    with rawops.emulate(arch="sm_80", completion=completion):
+        rawops.Kernel(COPIES, "copies")(1, 32, (x, out))
+    assert np.array_equal(out, want)
+
+
+def test_wait_group_does_not_wait_for_the_open_group():
+    x, out = np.zeros((32, 8), np.uint32), np.zeros((32, 8), np.uint32)
+    with rawops.emulate(arch="sm_80"), pytest.raises(UninitializedRead, match="not yet waited for"):
+        rawops.Kernel(COPIES, "copies", ["-DEARLY_READ"])(1, 32, (x, out))

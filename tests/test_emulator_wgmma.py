@@ -10,7 +10,6 @@ from hopper import launch, tensor_map
 from rawops._emulator.instructions import wgmma
 from rawops.errors import EmulatorError, RaceError
 
-N = 24
 WGMMA_TYPES = {  # operand type, accumulator, elements along K
     "f16": ("f16", "f32"),
     "f16.f16": ("f16", "f16"),
@@ -34,17 +33,17 @@ STORAGE = {
 }
 
 
-def wgmma_source(kind, registers_a):
+def wgmma_source(kind, registers_a, n):
     """A kernel for one product: operands come as images of shared memory, A maybe as fragment registers."""
     operand, acc = WGMMA_TYPES[kind]
     k = 32 // np.dtype(STORAGE[operand]).itemsize
-    count = N // 4 if acc == "f16" else N // 2
+    count = n // 4 if acc == "f16" else n // 2
     c_type, constraint = {"f32": ("float", "f"), "f16": ("u32", "r"), "s32": ("int", "r")}[acc]
     d = "{" + ",".join(f"%{i}" for i in range(count)) + "}"
     a = "{" + ",".join(f"%{count + 2 + i}" for i in range(4)) + "}" if registers_a else f"%{count + 2}"
     majors = "" if operand not in ("f16", "bf16") else (", TB" if registers_a else ", TA, TB")
     signs = "" if acc == "s32" else ", NEGATE, 1"
-    text = f"wgmma.mma_async.sync.aligned.m64n{N}k{k}.{acc}.{operand}.{operand} "
+    text = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{acc}.{operand}.{operand} "
     text += f"{d}, {a}, %{count + 1}, p{signs}{majors};"
     for name in ("TA", "TB", "NEGATE"):
         text = text.replace(name, f'" {name} "')
@@ -130,7 +129,7 @@ def accumulator_registers(d):
 
 
 def run_wgmma(
-    rng, kind="f16", spans=(128, 128), majors=(True, True), in_registers=False, keep=1, negate=False,
+    rng, kind="f16", n=24, spans=(128, 128), majors=(True, True), in_registers=False, keep=1, negate=False,
     change=0, options=(), **modes,
 ):  # fmt: skip
     """One product; returns the accumulators got and wanted."""
@@ -138,8 +137,8 @@ def run_wgmma(
     dtype = STORAGE[operand]
     k = 32 // np.dtype(dtype).itemsize
     low = 0 if operand == "u8" else -4
-    a, b = rng.integers(low, 5, (64, k)), rng.integers(low, 5, (N, k))
-    c = rng.integers(-30, 30, (64, N))
+    a, b = rng.integers(low, 5, (64, k)), rng.integers(low, 5, (n, k))
+    c = rng.integers(-30, 30, (64, n))
     image = np.zeros(16384, np.uint8)
     desc_a = place(a.astype(dtype), spans[0], majors[0], image, 0)
     desc_b = place(b.astype(dtype), spans[1], majors[1], image, 8192)
@@ -147,7 +146,7 @@ def run_wgmma(
     flags = [f"-DBYTES={len(image)}", f'-DTA="{int(not majors[0])}"', f'-DTB="{int(not majors[1])}"']
     flags += [f'-DNEGATE="{-1 if negate else 1}"', *options]
     args = (image, fragment_registers(a.astype(dtype)), out, desc_a, desc_b + change, keep)
-    source = wgmma_source(kind, in_registers)
+    source = wgmma_source(kind, in_registers, n)
     launch(source, "product", args, shared=len(image), options=flags, **modes)
     want = (-1 if negate else 1) * (a @ b.T) + (c if keep else 0)
     return out, accumulator_registers(want.astype(STORAGE[acc]))
@@ -163,12 +162,9 @@ def test_wgmma_of_every_type(kind, in_registers, rng):
 @pytest.mark.parametrize("span", [0, 32, 64, 128])
 @pytest.mark.parametrize("majors", list(itertools.product([True, False], repeat=2)))
 def test_wgmma_of_every_layout(span, majors, rng):
-    # N = 24 fills MN-major atoms of 16 bytes only; the others hold B in the 32-byte swizzle, half of it unused.
-    spans = span, span if majors[1] else min(span, 32)
-    if not majors[1] and span:
-        spans = span, 0
-    out, want = run_wgmma(rng, spans=spans, majors=majors)
-    assert np.array_equal(out, want)
+    for spans in ((span, 128), (128, span)):
+        out, want = run_wgmma(rng, n=64, spans=spans, majors=majors)
+        assert np.array_equal(out, want)
 
 
 @pytest.mark.parametrize("completion", ["late", "early", "random"])

@@ -211,11 +211,22 @@ def test_select_config(M, N, K, block_n, waves):
     assert config.waves == -(-tiles // 132) and config.blocks == min(tiles, 132)
 
 
+def test_split_is_left_to_another_kernel():
+    """Where K is long and tiles are few."""
+
+    def split(*sizes):
+        problem = sm90.Problem(*sizes)
+        return sm90.wants_split(problem, sm90.select_config(problem, **H200), H200["sm_count"])
+
+    assert split(128, 128, 32768) and split(256, 256, 4096)
+    assert not any(split(*sizes) for sizes in ((1, 4096, 4096), (512, 512, 4096), (128, 128, 512), (64, 28672, 4096)))
+
+
 def test_every_choice_fits():
     shapes = itertools.product((1, 130, 4096), (16, 1000, 28672), (8, 4096), (1, 7), (True, False))
     for M, N, K, batches, k_major in shapes:
         for finish, parts in itertools.product((sm90.PLAIN, sm90.STAGED, sm90.DIRECT), (1, 2)):
-            problem = sm90.Problem(M, N, K, batches, k_major, finish, parts)
+            problem = sm90.Problem(M, N, K, batches, True, k_major, finish, parts)
             config = sm90.select_config(problem, **H200)
             assert config.shared_bytes(problem) <= H200["max_shared_bytes"]
             assert config.block_n in sm90.SM90.choices["block_n"] and config.stages in sm90.SM90.choices["stages"]

@@ -98,7 +98,8 @@ template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GAT
             if (GATE > 0 && kKMajor) from = source + folded(r) * row_stride + (in_second_half(r) ? gate_offset : 0);
             const int valid = (kKMajor ? folded(r) : r) < rows_exist ? cols : 0;
             if constexpr (kAsync) {
-                cp_async<ACCESS>(destination + Tile::moved(first, step * ROWS_PER_STEP, 0), from, valid * int(sizeof(T)));
+                const uint32_t to = destination + Tile::moved(first, step * ROWS_PER_STEP, 0);
+                cp_async<ACCESS>(to, from, valid * int(sizeof(T)));
             } else {
                 const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
                 pending[step] = valid > 0 ? bits[0] : 0;

@@ -119,7 +119,8 @@ private:
     int64_t c_batch, residual_batch;
     Value alpha, beta;
 
-    static __device__ void read(Group& values, const void* pointer, int64_t offset, int64_t stride, int count, int flags) {
+    static __device__ void read(Group& values, const void* pointer, int64_t offset, int64_t stride, int count,
+                                int flags) {
         if (flags & kFloat32) read_group<float>(values, pointer, offset, stride, count, flags & kAligned);
         else read_group<T>(values, pointer, offset, stride, count, flags & kAligned);
     }

@@ -137,9 +137,9 @@ template <int COUNT> __device__ inline void claim_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// A barrier of one warpgroup; id 0 is that of __syncthreads().
-__device__ inline void sync_warp_group(int id) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kWarpGroupSize) : "memory");
+// A barrier of one warpgroup. ID 0 is that of __syncthreads(); an ID in a register would take all sixteen.
+template <int ID> __device__ inline void sync_warp_group() {
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(kWarpGroupSize) : "memory");
 }
 
 // --- swizzled tiles -------------------------------------------------------------------------------------------------

@@ -27,13 +27,12 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct LoraRider {
 
     Loader loader;
     Reader reader;
-    int warp_m, warp_n;
+    int warp_n;
     float acc[Tile::ATOMS_M][ATOMS][4] = {};
 
     __device__ LoraRider(const LoraOperands& lora, int k_begin, int thread)
         : loader(static_cast<const T*>(lora.a), lora.a_col, lora.a_row, 0, lora.rank, k_begin, 0, thread),
           reader(thread / kWarpSize % Tile::WARPS_N % WARPS * ATOMS / 2 * 16, thread % kWarpSize),
-          warp_m(thread / kWarpSize / Tile::WARPS_N),
           warp_n(thread / kWarpSize % Tile::WARPS_N) {}
 
     __device__ void fetch(uint32_t tile, int k_count) { loader.fetch(tile, k_count); }
@@ -58,8 +57,9 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct LoraRider {
     }
 
     // Writes x @ a where RankProduct reads it.
-    __device__ void store_product(char* tile_y, int lane) const {
+    __device__ void store_product(char* tile_y, int thread) const {
         if (WARPS < Tile::WARPS_N && warp_n >= WARPS) return;
+        const int warp_m = thread / kWarpSize / Tile::WARPS_N, lane = thread % kWarpSize;
         const int first = TileY::offset(warp_m * Tile::WARP_M + lane / 4, warp_n * ATOMS * 8 + lane % 4 * 2);
 #pragma unroll
         for (int i = 0; i < Tile::ATOMS_M; ++i) {
@@ -113,6 +113,12 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
         const int k_steps = ceil_div(min_of(ranks, RANK), 8);
 #pragma unroll 1  // registers would not do for more
         for (int k_step = 0; k_step < k_steps; ++k_step) {
+            uint32_t b[Tile::ATOMS_N / 4][4];  // pairs of ranks
+#pragma unroll
+            for (int j = 0; j < Tile::ATOMS_N / 4; ++j) {
+                ldmatrix<!kKMajor>(b[j], tile_b + (kKMajor ? TileB::moved(lane_b, j * 32, k_step * 8)
+                                                           : TileB::moved(lane_b, k_step * 8, j * 32)));
+            }
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M; ++i) {
                 uint32_t high[4], low[4];
@@ -123,17 +129,11 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
                     split(high[half + 2], low[half + 2], scaling * y.y);
                 }
 #pragma unroll
-                for (int j = 0; j < Tile::ATOMS_N; j += 4) {
-                    uint32_t pairs[4];  // of 8 ranks, for 4 times 8 columns
-                    ldmatrix<!kKMajor>(pairs, tile_b + (kKMajor ? TileB::moved(lane_b, j * 8, k_step * 8)
-                                                                : TileB::moved(lane_b, k_step * 8, j * 8)));
-#pragma unroll
-                    for (int part = 0; part < 4; ++part) {
-                        const T* pair = reinterpret_cast<const T*>(&pairs[part]);
-                        const float b0 = widen(pair[0]), b1 = widen(pair[1]);
-                        Atom::multiply(acc[i][j + part], high, bits(b0), bits(b1));
-                        Atom::multiply(acc[i][j + part], low, bits(finite_or_zero(b0)), bits(finite_or_zero(b1)));
-                    }
+                for (int j = 0; j < Tile::ATOMS_N; ++j) {
+                    const T* pair = reinterpret_cast<const T*>(&b[j / 4][j % 4]);
+                    const float b0 = widen(pair[0]), b1 = widen(pair[1]);
+                    Atom::multiply(acc[i][j], high, bits(b0), bits(b1));
+                    Atom::multiply(acc[i][j], low, bits(finite_or_zero(b0)), bits(finite_or_zero(b1)));
                 }
             }
         }

@@ -46,15 +46,21 @@ template <> struct MmaAtom<float> {
     }
 };
 
-// Built from 8 x 8 x 4 products, the one float64 shape of sm_80.
 template <> struct MmaAtom<double> {
     using Register = double;
     static constexpr int K = 8;
     static __device__ void multiply(double (&d)[4], const double (&a)[4], double b0, double b1) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile(
+            "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+            : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+#else  // 8 x 8 x 4 is the one float64 shape before sm_90
         multiply_8x8x4(d[0], d[1], a[0], b0);
         multiply_8x8x4(d[2], d[3], a[1], b0);
         multiply_8x8x4(d[0], d[1], a[2], b1);
         multiply_8x8x4(d[2], d[3], a[3], b1);
+#endif
     }
 
 private:
@@ -65,7 +71,8 @@ private:
     }
 };
 
-// Four 8 x 8 matrices of 16-bit values (or 8 x 4 of 32-bit ones); lane l gives the address of row l % 8 of matrix l / 8.
+// Four 8 x 8 matrices of 16-bit values (or 8 x 4 of 32-bit ones). Lane l gives the address of row l % 8 of matrix
+// l / 8.
 template <bool kTranspose> __device__ inline void ldmatrix(uint32_t (&r)[4], uint32_t address) {
     if constexpr (kTranspose) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -1,4 +1,5 @@
-// The shape of a block's work, and the ring of shared-memory stages: cp.async fills the later stages while the block works on the current one.
+// The shape of a block's work, and the ring of shared-memory stages: cp.async fills the later stages while the block
+// works on the current one.
 #pragma once
 #include "copy.cuh"
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..errors import EmulatorError
 from .lanes import Lanes, pack_warps
-from .parser import Imm, Instruction, Mem, Not, Operand, Program, Reg, Special, Sym
+from .operands import Imm, Mem, Not, Operand, Reg, Special, Sym
+from .parser import Instruction, Program
 from .special import SM_COUNT, is_volatile, special_register
 from .types import DTYPE, PACKED, SINT, SIZE, UINT, is_signed
 

@@ -11,7 +11,8 @@ from ..errors import BarrierError, EmulatorError
 from .context import Context
 from .machine import Machine, State
 from .memory import GlobalMemory, GlobalSpace
-from .parser import Imm, Program, Sym
+from .operands import Imm, Sym
+from .parser import Program
 from .races import Clocks
 from .report import LaunchReport
 from .shared import SharedSpace
@@ -78,9 +79,7 @@ class Launch:
     def _refuse_bad_geometry(self) -> None:
         needed = self.program.sizes["param"]
         if len(self.params) < needed:
-            raise EmulatorError(
-                f"{self.kernel_name}: params must have {needed} bytes, got {len(self.params)}"
-            )
+            raise EmulatorError(f"{self.kernel_name}: params must have {needed} bytes, got {len(self.params)}")
         if not 1 <= self.threads <= 1024 or self.blocks < 1:
             raise EmulatorError(
                 f"{self.kernel_name}: a block must have 1 to 1024 threads and a grid at least one block, "

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 
 import numpy as np
 
 from ..errors import BarrierError, EmulatorError
 from .context import Context
-from .instructions import Run, lookup, unsupported
+from .instructions import lookup, unsupported
 from .instructions.control import BUILTINS
 from .lanes import Lanes, Wait
-from .parser import Group, Instruction, Not, Operand, Sym
+from .operands import Group, Sym
+from .parser import Instruction
+from .steps import Step, basic_blocks, bind, guard_of, is_terminator
 
 # Rounds in which all that can run only polls memory, before other blocks get their turn.
 _PATIENCE = 16
-
-_TERMINATORS = frozenset({"bra", "brx", "call", "ret", "exit"})
-_STRONG = frozenset({"volatile", "relaxed", "acquire"})
 
 Key = tuple[int, int]  # group, index of the next instruction
 
@@ -29,26 +28,6 @@ class State(Enum):
 
     DONE = auto()
     SPINNING = auto()
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """An instruction bound to a context.
-
-    Attributes
-    ----------
-    run : callable
-        Executes it. For lane-scope instructions the guard is inside.
-    guard : callable or None
-        For the others: the lanes' guard values.
-    complete : callable or None
-        For the others: which lanes of a group have all partners in it.
-    """
-
-    ins: Instruction
-    run: Run
-    guard: Callable[[Lanes], np.ndarray] | None = None
-    complete: Callable[[Lanes], np.ndarray] | None = None
 
 
 class Machine:
@@ -66,7 +45,7 @@ class Machine:
         self.ctx = ctx
         self._code = ctx.program.instructions
         self._steps: list[Step | None] = [None] * len(self._code)
-        self._ends, self._polls = _blocks(self._code)
+        self._ends, self._polls = basic_blocks(self._code)
         self._fronts: dict[Key, Lanes] = {}
         self._gathering: dict[Key, Lanes] = {}
         self._waiting: list[tuple[int, Wait]] = []
@@ -127,6 +106,8 @@ class Machine:
     def _run(self, index: int, lanes: Lanes) -> None:
         """Run a front until it ends, waits, splits, or another one has to be considered."""
         polled = False
+        if lanes.n == self.ctx.alive_count:  # others may have exited since the group was made
+            lanes = self.ctx.everyone
         while True:
             left = self._straight(index, lanes)
             if left is None:
@@ -137,10 +118,10 @@ class Machine:
             fronts = self._end_of_block(end, lanes)
             if len(fronts) != 1 or self._fronts:
                 for target, group in fronts:
-                    self._go(target, group, polled and target <= end)
+                    self._go(target, group, polled and target < end)
                 return
             (target, lanes) = fronts[0]
-            if polled and target <= end:
+            if polled and target < end:
                 self._go(target, lanes, True)
                 return
             index = target
@@ -187,24 +168,9 @@ class Machine:
     # ---- instructions --------------------------------------------------------------------------------
 
     def _bind(self, index: int) -> Step:
-        ctx, ins = self.ctx, self._code[index]
-        ctx.current = ins
-        entry = lookup(ins)
-        run = entry.binder(ins, ctx)
-        guard = None
-        if ins.guard is not None:
-            guard = ctx.reader(_predicate(ins), "pred")
-        if entry.scope == "lane":
-            step = Step(ins, run if guard is None else _guarded(run, guard))
-        else:
-            if entry.scope == "warpgroup":
-                complete = _whole_groups
-            elif entry.member_mask:
-                complete = _members(ctx, ins.operands[-1])
-            else:
-                complete = _whole_warps(ctx)
-            step = Step(ins, run, guard, complete)
-        self._steps[index] = step
+        ins = self._code[index]
+        self.ctx.current = ins
+        step = self._steps[index] = bind(ins, self.ctx)
         return step
 
     def _gather(self, index: int, lanes: Lanes, step: Step) -> Lanes | None:
@@ -274,7 +240,7 @@ class Machine:
     def _end_of_block(self, end: int, lanes: Lanes) -> list[tuple[int, Lanes]]:
         """Where the lanes go from the end of a basic block."""
         ins = self._code[end] if end < len(self._code) else None
-        if ins is None or ins.opcode[0] not in _TERMINATORS:
+        if ins is None or not is_terminator(ins):
             return [(end, lanes)]
         ctx = self.ctx
         ctx.current = ins
@@ -297,7 +263,7 @@ class Machine:
     def _branch_guard(self, ins: Instruction) -> Callable[[Lanes], np.ndarray]:
         get = self._branches.get(ins.index)
         if get is None:
-            get = self._branches[ins.index] = self.ctx.reader(_predicate(ins), "pred")
+            get = self._branches[ins.index] = guard_of(ins, self.ctx)
         return get
 
     def _leave(self, ins: Instruction, lanes: Lanes) -> list[tuple[int, Lanes]]:
@@ -308,12 +274,10 @@ class Machine:
             case "brx":
                 choice = self.ctx.reader(ins.operands[0], "u32")(lanes)
                 choice = np.broadcast_to(choice, lanes.n)
-                return [
-                    (ins.targets[i], lanes.select(choice == i)) for i in np.unique(choice).tolist()
-                ]
+                return [(ins.targets[i], lanes.select(choice == i)) for i in np.unique(choice).tolist()]
             case "call":
                 return self._call(ins, lanes)
-        if ins.opcode[0] == "exit" or self.ctx.program.functions[ins.function].entry:
+        if self._exits(ins):
             self.ctx.kill(lanes)
             return []
         return self._return(ins, lanes)
@@ -321,12 +285,16 @@ class Machine:
     def _jump(self, target: int, lanes: Lanes) -> list[tuple[int, Lanes]]:
         """Go to a label. Lanes that would only exit there do so at once, which leaves the others whole."""
         there = self._code[target]
-        if there.opcode[0] in ("ret", "exit") and there.guard is None:
-            if there.opcode[0] == "exit" or self.ctx.program.functions[there.function].entry:
-                self._count(target, target + 1, lanes)
-                self.ctx.kill(lanes)
-                return []
+        if there.guard is None and self._exits(there):
+            self._count(target, target + 1, lanes)
+            self.ctx.kill(lanes)
+            return []
         return [(target, lanes)]
+
+    def _exits(self, ins: Instruction) -> bool:
+        """Whether the instruction ends the thread."""
+        name = ins.opcode[0]
+        return name == "exit" or (name == "ret" and self.ctx.program.functions[ins.function].entry)
 
     def _call(self, ins: Instruction, lanes: Lanes) -> list[tuple[int, Lanes]]:
         results, name, arguments = _call_operands(ins)
@@ -396,73 +364,9 @@ class Machine:
         return "\n".join(lines)
 
 
-# ---- pieces --------------------------------------------------------------------------------------------
-
-
 def _merge(fronts: dict[Key, Lanes], key: Key, lanes: Lanes) -> None:
     there = fronts.get(key)
     fronts[key] = lanes if there is None else there.merge(lanes)
-
-
-def _blocks(code: list[Instruction]) -> tuple[list[int], list[bool]]:
-    """For each instruction, the end of its basic block (its terminator, or the next block's start), and
-    whether anything from there to the end reads memory that another thread may be about to change."""
-    starts = {target for ins in code for target in ins.targets}
-    ends, polls = [0] * len(code), [False] * len(code)
-    end, poll = len(code), False
-    for index in range(len(code) - 1, -1, -1):
-        ins = code[index]
-        if ins.opcode[0] in _TERMINATORS:
-            end, poll = index, False
-        elif index + 1 in starts:
-            end, poll = index + 1, False
-        poll = poll or _polls(ins)
-        ends[index], polls[index] = end, poll
-    return ends, polls
-
-
-def _polls(ins: Instruction) -> bool:
-    name = ins.opcode[0]
-    if name == "ld":
-        return bool(_STRONG & set(ins.opcode))
-    return name in ("atom", "nanosleep") or ins.opcode[:2] == ("mbarrier", "test_wait")
-
-
-def _predicate(ins: Instruction) -> Operand:
-    assert ins.guard is not None
-    register, negated = ins.guard
-    return Not(register) if negated else register
-
-
-def _guarded(run: Run, guard: Callable[[Lanes], np.ndarray]) -> Run:
-    def run_guarded(lanes: Lanes) -> Wait | None:
-        on = guard(lanes)
-        if on.all():
-            return run(lanes)
-        return run(lanes.select(on)) if on.any() else None
-
-    return run_guarded
-
-
-def _whole_warps(ctx: Context) -> Callable[[Lanes], np.ndarray]:
-    def complete(lanes: Lanes) -> np.ndarray:
-        return (ctx.alive_bits & ~lanes.warp_bits)[ctx.warp_of.take(lanes.ids)] == 0
-
-    return complete
-
-
-def _members(ctx: Context, operand: Operand) -> Callable[[Lanes], np.ndarray]:
-    mask = ctx.reader(operand, "u32")
-
-    def complete(lanes: Lanes) -> np.ndarray:
-        missing = ctx.alive_bits & ~lanes.warp_bits
-        return (missing[ctx.warp_of.take(lanes.ids)] & mask(lanes)) == 0
-
-    return complete
-
-
-def _whole_groups(lanes: Lanes) -> np.ndarray:
-    return lanes.in_whole_groups
 
 
 def _call_operands(ins: Instruction) -> tuple[list[Sym], str, list[Sym]]:

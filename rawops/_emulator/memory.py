@@ -52,7 +52,7 @@ class Segment:
 
     def make_views(self) -> None:
         """Views by address: they must not keep the array alive."""
-        raw = np.frombuffer((ctypes.c_uint8 * self.size).from_address(self.host), np.uint8)
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * self.size).from_address(self.host))
         for size, dtype in UINT.items():
             skip = -self.base % size
             count = max(self.size - skip, 0) // size
@@ -113,6 +113,7 @@ class GlobalMemory:
         if len(self._segments) > _TOMBSTONES:
             self._segments = [s for s in self._segments if s.alive]
             self._starts = [s.base for s in self._segments]
+            self._by_root = {root: s for root, s in self._by_root.items() if s.alive}
         self._segments.append(segment)
         self._starts.append(base)
         self._by_root[id(root)] = segment
@@ -140,9 +141,7 @@ class GlobalSpace(Space):
                     return [_piece(segment, addresses, size, None)]
         return self._locate_each(addresses, size, owners, write)
 
-    def _locate_each(
-        self, addresses: np.ndarray, size: int, owners: np.ndarray, write: bool
-    ) -> list[Piece]:
+    def _locate_each(self, addresses: np.ndarray, size: int, owners: np.ndarray, write: bool) -> list[Piece]:
         """Accesses to several allocations, or to none."""
         pieces = []
         left = np.arange(len(addresses))
@@ -169,9 +168,7 @@ class GlobalSpace(Space):
             where = f"it lies in a {segment.name} that has been freed"
         else:
             where = _distance(segment, address, size, write)
-        return self.ctx.error(
-            MemoryFault, f"{size}-byte {verb} at 0x{address:x} is out of bounds: {where}", owner
-        )
+        return self.ctx.error(MemoryFault, f"{size}-byte {verb} at 0x{address:x} is out of bounds: {where}", owner)
 
 
 def _distance(segment: Segment, address: int, size: int, write: bool) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,105 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedPTX
+from .operands import Operand, Reg, Sink, Special, Sym, read_number, read_operands, register_names, split_offset
 from .shared import SHARED_BASE
-from .types import DTYPE, PACKED, SIZE
-
-# ---- operands ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Reg:
-    """A register. Names declared in an inner scope carry a suffix that makes them unique."""
-
-    name: str
-    type: str
-
-
-@dataclass(frozen=True, slots=True)
-class Not:
-    """A negated predicate, ``!%p1``."""
-
-    operand: Reg
-
-
-@dataclass(frozen=True, slots=True)
-class Imm:
-    """A constant: an int, or the bits of a float constant with its size (``0f...`` 4, ``0d...`` 8)."""
-
-    number: int | float
-    float_size: int = 0
-
-    def value(self, ptx_type: str) -> Any:
-        """The constant as a NumPy scalar of a type (an array of two for packed types)."""
-        dtype = DTYPE[ptx_type]
-        if ptx_type in PACKED:
-            return np.array([int(self.number) & 0xFFFFFFFF], np.uint32).view(dtype)
-        if self.float_size:
-            exact = np.frombuffer(int(self.number).to_bytes(self.float_size, "little"), f"f{self.float_size}")
-            return exact[0].astype(dtype) if dtype.kind == "f" and self.float_size != dtype.itemsize else (
-                exact.view(dtype)[0] if self.float_size == dtype.itemsize else dtype.type(int(self.number))
-            )
-        if dtype.kind == "f":
-            return dtype.type(self.number)
-        if dtype.kind == "b":
-            return np.bool_(self.number)
-        size = dtype.itemsize
-        return np.frombuffer((int(self.number) & ((1 << 8 * size) - 1)).to_bytes(size, "little"), dtype)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Special:
-    """A special register, as ``%tid.x``."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sym:
-    """The name of a variable or function, plus a constant offset."""
-
-    name: str
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Vec:
-    """A vector of operands, ``{a, b}``."""
-
-    items: tuple[Operand, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two destinations, ``d|p``."""
-
-    first: Operand
-    second: Operand
-
-
-@dataclass(frozen=True, slots=True)
-class Sink:
-    """The destination ``_``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mem:
-    """An address in brackets: ``[base + offset]``, and the coordinates of ``[map, {x, y}]`` as `extra`."""
-
-    base: Reg | Sym | Imm
-    offset: int = 0
-    extra: tuple[Operand, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Operands in parentheses, as in a call."""
-
-    items: tuple[Operand, ...]
-
-
-Operand = Reg | Not | Imm | Special | Sym | Vec | Pair | Sink | Mem | Group
-
+from .types import DTYPE, SIZE
 
 # ---- the program ---------------------------------------------------------------------------------------
 
@@ -186,8 +88,6 @@ class Program:
     ----------
     sizes : dict
         Bytes used of each space that has a layout: "shared" (static), "local", "const", "param".
-    dynamic_shared : bool
-        Name of an ``extern`` shared array, which follows the static ones.
     storage : dict
         Module-scope variables as bytes: they keep their values from launch to launch.
     """
@@ -198,7 +98,6 @@ class Program:
     functions: dict[str, Function]
     variables: dict[str, Variable]
     sizes: dict[str, int]
-    dynamic_shared: str | None
     storage: dict[str, np.ndarray] = field(default_factory=dict)
 
     @staticmethod
@@ -212,7 +111,7 @@ class Program:
         names: set[str] = set()
         for ins in self.instructions:
             operands = ins.operands[1:] if ins.opcode[0] == "atom" else ins.operands
-            names.update(_register_names(operands))
+            names.update(register_names(operands))
             if ins.guard is not None:
                 names.add(ins.guard[0].name)
         return frozenset(names)
@@ -259,7 +158,6 @@ _STATEMENT = re.compile(
     )""",
     re.X | re.S,
 )
-_OPERAND = re.compile(r"[\[\](){},|!]|[^\s\[\](){},|!]+")
 _VARIABLE = re.compile(
     r"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>global|shared|const|local|param)\b"
     r"(?P<attributes>(?:\s*\.(?:align\s+\d+|ptr|attribute\([^)]*\)|global|shared|const|local))*)"
@@ -268,7 +166,6 @@ _VARIABLE = re.compile(
     r"\s+(?P<name>[\w$%]+)(?P<dims>(?:\[[^\]]*\])*)(?:\s*=\s*(?P<init>.*))?",
     re.S,
 )
-_HEX_FLOAT = {"f": 4, "d": 8}
 
 
 class _Parser:
@@ -294,7 +191,7 @@ class _Parser:
         while position < end:
             match = _STATEMENT.match(self.text, position)
             if match is None:
-                raise UnsupportedPTX(f"cannot parse PTX at: {self.text[position:position + 80].strip()!r}")
+                raise UnsupportedPTX(f"cannot parse PTX at: {self.text[position : position + 80].strip()!r}")
             position = match.end()
             self._statement(match)
         if self.entry not in self.functions or not self.functions[self.entry].entry:
@@ -419,8 +316,7 @@ class _Parser:
             guard = (register, negated)
         opcode, _, operands = rest.partition(" ")
         parts = tuple(opcode.split("."))
-        tokens = _OPERAND.findall(operands)
-        parsed = _Operands(tokens, self._name).all()
+        parsed = read_operands(operands, self._name)
         function = self.function.name if self.function else ""
         index = len(self.instructions)
         self.instructions.append(Instruction(parts, parsed, guard, Place("", 0), text, index, function))
@@ -431,10 +327,10 @@ class _Parser:
         """A token that is not punctuation: register, special register, number or symbol."""
         if token == "_":
             return Sink()
-        number = _number(token)
+        number = read_number(token)
         if number is not None:
             return number
-        base, sign, offset = _offset(token)
+        base, sign, offset = split_offset(token)
         for scope in reversed(self.scopes):
             register = scope.register(base)
             if register is not None:
@@ -449,9 +345,7 @@ class _Parser:
     # ---- after the last line -------------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        for ins, (file, line), scopes in zip(
-            self.instructions, self.lines, self.instruction_scopes, strict=True
-        ):
+        for ins, (file, line), scopes in zip(self.instructions, self.lines, self.instruction_scopes, strict=True):
             ins.place = Place(self.files.get(file, ""), line)
             if ins.opcode[0] in ("bra", "brx"):
                 names = [op.name for op in ins.operands if isinstance(op, Sym)]
@@ -464,26 +358,18 @@ class _Parser:
     def _finish(self) -> Program:
         sizes = dict.fromkeys(("shared", "local", "const", "param"), 0)
         sizes["shared"] = SHARED_BASE
-        dynamic = None
+        dynamic = [v for v in self.variables.values() if v.space == "shared" and v.size == 0]
         for variable in self.variables.values():
-            if variable.space not in sizes:
-                continue
-            if variable.space == "shared" and variable.size == 0:
-                dynamic = variable.name
-                continue
-            sizes[variable.space] = variable.address = _align(sizes[variable.space], variable.align)
-            sizes[variable.space] += variable.size
-        if dynamic is not None:
-            last = self.variables[dynamic]
-            for variable in self.variables.values():
-                if variable.space == "shared" and variable.size == 0:
-                    variable.address = _align(sizes["shared"], max(last.align, variable.align))
-            sizes["shared"] = max(sizes["shared"], last.address)
+            if variable.space in sizes and variable not in dynamic:
+                sizes[variable.space] = variable.address = _align(sizes[variable.space], variable.align)
+                sizes[variable.space] += variable.size
+        # All extern shared arrays are the same dynamic memory, after the static.
+        sizes["shared"] = _align(sizes["shared"], max((v.align for v in dynamic), default=1))
+        for variable in dynamic:
+            variable.address = sizes["shared"]
         sizes["shared"] -= SHARED_BASE
         entry = self.functions[self.entry]
-        return Program(
-            entry, self.target, self.instructions, self.functions, self.variables, sizes, dynamic
-        )
+        return Program(entry, self.target, self.instructions, self.functions, self.variables, sizes)
 
 
 class _Scope:
@@ -516,104 +402,7 @@ class _Scope:
         return None if kind is None else Reg(name + self.suffix, kind)
 
 
-class _Operands:
-    """Recursive descent over the operand tokens of one instruction."""
-
-    def __init__(self, tokens: list[str], name: Any) -> None:
-        self.tokens = tokens
-        self.at = 0
-        self.name = name
-
-    def all(self) -> tuple[Operand, ...]:
-        """Operands separated by commas, to the end or to a closing bracket."""
-        items: list[Operand] = []
-        while self.at < len(self.tokens) and self.tokens[self.at] not in ")}]":
-            items.append(self.one())
-            if self.at < len(self.tokens) and self.tokens[self.at] == ",":
-                self.at += 1
-        return tuple(items)
-
-    def one(self) -> Operand:
-        token = self.tokens[self.at]
-        self.at += 1
-        if token == "{":
-            return Vec(self._bracketed())
-        if token == "(":
-            return Group(self._bracketed())
-        if token == "[":
-            return self._memory()
-        if token == "!":
-            return Not(self.one())
-        operand = self.name(token)
-        if self.at < len(self.tokens) and self.tokens[self.at] == "|":
-            self.at += 1
-            return Pair(operand, self.one())
-        return operand
-
-    def _bracketed(self) -> tuple[Operand, ...]:
-        items = self.all()
-        self.at += 1
-        return items
-
-    def _memory(self) -> Mem:
-        close = self.tokens.index("]", self.at)
-        first = self.at
-        while self.at < close and self.tokens[self.at] not in ",{":
-            self.at += 1
-        base, sign, offset = _offset("".join(self.tokens[first : self.at]))
-        target = self.name(base)
-        if self.tokens[self.at] == ",":
-            self.at += 1
-        extra = self.all()
-        self.at += 1
-        if isinstance(target, Sym):
-            return Mem(Sym(target.name), target.offset + sign * offset, extra)
-        return Mem(target, sign * offset, extra)
-
-
 # ---- small pieces --------------------------------------------------------------------------------------
-
-
-def _register_names(operands: tuple[Operand, ...]) -> Iterator[str]:
-    for op in operands:
-        match op:
-            case Reg():
-                yield op.name
-            case Not():
-                yield op.operand.name
-            case Vec() | Group():
-                yield from _register_names(op.items)
-            case Pair():
-                yield from _register_names((op.first, op.second))
-            case Mem():
-                yield from _register_names((op.base, *op.extra))
-
-
-def _offset(token: str) -> tuple[str, int, int]:
-    """Split "base+12", "base+-4" or "base-4" into base, sign and number."""
-    match = re.fullmatch(r"(.+?)\s*(\+-|\+|-)\s*(0[xX][0-9a-fA-F]+|\d+)U?", token)
-    if match is None:
-        return token, 1, 0
-    return match[1], 1 if match[2] == "+" else -1, int(match[3], 0)
-
-
-def _number(token: str) -> Imm | None:
-    """A literal as an immediate, or None."""
-    if not (token[0].isdigit() or token[0] in "+-"):
-        return None
-    match = re.fullmatch(r"0([fdFD])([0-9a-fA-F]{8}|[0-9a-fA-F]{16})", token)
-    if match is not None:
-        return Imm(int(match[2], 16), _HEX_FLOAT[match[1].lower()])
-    match = re.fullmatch(r"([+-]?)(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?", token)
-    if match is not None:
-        text = match[2]
-        octal = len(text) > 1 and text[0] == "0" and text.isdigit()
-        number = int(text, 8 if octal else 0)
-        return Imm(-number if match[1] == "-" else number)
-    try:
-        return Imm(struct.unpack("<Q", struct.pack("<d", float(token)))[0], 8)
-    except ValueError:
-        return None
 
 
 def _find_labels(name: str, scopes: tuple[_Scope, ...], ins: Instruction) -> list[int]:
@@ -639,11 +428,11 @@ def _initialise(variable: Variable, text: str, element_type: str) -> None:
     dtype = DTYPE[element_type]
     data = bytearray(variable.size)
     for i, item in enumerate(_split(re.sub(r"[{}\s]", "", text))):
-        number = _number(item)
+        number = read_number(item)
         at = i * dtype.itemsize
         if number is not None:
             data[at : at + dtype.itemsize] = number.value(element_type).tobytes()
             continue
-        base, sign, offset = _offset(re.sub(r"^generic\((.*)\)", r"\1", item))
+        base, sign, offset = split_offset(re.sub(r"^generic\((.*)\)", r"\1", item))
         variable.relocations[at] = Sym(base, sign * offset)
     variable.data = bytes(data)

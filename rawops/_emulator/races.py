@@ -273,9 +273,7 @@ class Shadow:
             if bad.any():
                 raise self._ctx.error(UninitializedRead, what, owners[np.flatnonzero(bad)[0]])
 
-    def _examine_readers(
-        self, stamps: np.ndarray, index: np.ndarray, owners: np.ndarray, strong: bool
-    ) -> None:
+    def _examine_readers(self, stamps: np.ndarray, index: np.ndarray, owners: np.ndarray, strong: bool) -> None:
         """Look closely at earlier reads that are not ordered for everybody."""
         clocks = self._clocks
         limit = clocks.limit.take(clocks.agent_of.take(owners))[:, None]

@@ -43,8 +43,13 @@ class Counters:
 
     def add(self, other: Counters) -> None:
         """Add another's counts."""
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        self.instructions += other.instructions
+        self.global_requests += other.global_requests
+        self.global_sectors += other.global_sectors
+        self.global_bytes += other.global_bytes
+        self.shared_requests += other.shared_requests
+        self.shared_conflicts += other.shared_conflicts
+        self.divergent += other.divergent
 
     @property
     def efficiency(self) -> float:
@@ -78,9 +83,7 @@ class LaunchReport:
         Floating-point operations of matrix instructions.
     """
 
-    def __init__(
-        self, program: Program, kernel: str, grid: tuple[int, int, int], block: tuple[int, int, int]
-    ) -> None:
+    def __init__(self, program: Program, kernel: str, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
         self.kernel, self.grid, self.block, self.arch = kernel, grid, block, program.target
         self.seconds = 0.0
         self.barriers = 0
@@ -104,9 +107,7 @@ class LaunchReport:
         """So many warps split at a branch."""
         self._site(index).divergent += warps
 
-    def global_access(
-        self, ctx: Context, addresses: np.ndarray, size: int, owners: np.ndarray, write: bool
-    ) -> None:
+    def global_access(self, ctx: Context, addresses: np.ndarray, size: int, owners: np.ndarray, write: bool) -> None:
         """Count the sectors that an access touches."""
         base = addresses.min() & np.uint64(0xFFFFFFFFFFFFFFE0)
         requests, sectors, asked = self._pattern(ctx, addresses - base, size, owners, _coalescing)

@@ -11,6 +11,9 @@ import numpy as np
 from .types import CANONICAL_NAN, f32_to_bf16
 
 _F32_NAN = CANONICAL_NAN["f32"]
+_F64_NAN = np.uint64(0xFFF8000000000000)
+_F64_QUIET = np.uint64(0x0008000000000000)
+_F16_TINY = np.finfo(np.float16).tiny
 _LOW_BITS = np.uint64(0x1FFFFFFF)  # of a float64, those below the last bit of a float32
 _HALF = np.uint64(0x10000000)
 _EXPONENT = np.uint32(0x7F800000)
@@ -24,9 +27,23 @@ def canonical_nans(values: np.ndarray) -> None:
         values.view(np.uint32)[np.isnan(values)] = _F32_NAN
 
 
-def flush(values: np.ndarray) -> np.ndarray:
-    """float32 with subnormals replaced by zeros of their sign (.ftz)."""
+def propagate_nans(result: np.ndarray, *sources: Any) -> np.ndarray:
+    """float64 NaNs as the hardware makes them: the last source that is one, made quiet, else 0xfff8000000000000."""
+    total = result.dot(result)
+    if total == total:
+        return result
+    bits = np.full(result.shape, _F64_NAN)
+    for source in sources:
+        source = np.asarray(source, np.float64)
+        bits = np.where(np.isnan(source), source.view(np.uint64) | _F64_QUIET, bits)
+    return np.where(np.isnan(result), bits.view(np.float64), result)
+
+
+def flush(values: np.ndarray, kind: str = "f32") -> np.ndarray:
+    """float32 with subnormals, of float16 if `kind` says so, replaced by zeros of their sign (.ftz)."""
     values = np.asarray(values, np.float32)
+    if kind.startswith("f16"):
+        return np.where(np.abs(values) < _F16_TINY, values * np.float32(0), values)
     bits = values.view(np.uint32)
     subnormal = (bits & _EXPONENT) == 0
     if not subnormal.any():

@@ -65,9 +65,7 @@ class SharedSpace(Space):
                 self._shadow.write(index, size, owners, strong)
         return [(self._views[size], index, None)]
 
-    def store(
-        self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, access: str = "store"
-    ) -> None:
+    def store(self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, access: str = "store") -> None:
         size = values.itemsize
         index = self.index(addresses, size, owners)
         view = self._views[size]
@@ -79,9 +77,7 @@ class SharedSpace(Space):
         if lost.any():
             self._refuse_collision(view.take(index), values, lost, owners)
 
-    def _refuse_collision(
-        self, stored: np.ndarray, values: np.ndarray, lost: np.ndarray, owners: np.ndarray
-    ) -> None:
+    def _refuse_collision(self, stored: np.ndarray, values: np.ndarray, lost: np.ndarray, owners: np.ndarray) -> None:
         """Several lanes wrote one place in one instruction: all must have written the same."""
         differ = stored.view(np.uint8).reshape(len(stored), -1) != values.view(np.uint8).reshape(len(stored), -1)
         bad = np.flatnonzero(lost & differ.any(1))
@@ -124,9 +120,7 @@ class SharedSpace(Space):
         if self._shadow is not None:
             self._shadow.pend(index, size, owners)
 
-    def land(
-        self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, *, engine: bool = False
-    ) -> None:
+    def land(self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, *, engine: bool = False) -> None:
         """The data of a copy arrives. Nothing is checked against other accesses: `pend` did that.
 
         With `engine` the write is made by the pseudo-agent of the owner's block (``races.engine``), whose
@@ -173,6 +167,4 @@ class SharedSpace(Space):
             problem = f"names block {(address >> RANK_SHIFT) - 1} of a cluster of {self.ctx.cluster_size}"
         else:
             problem = f"ends {offset + size - self.size} bytes past the block's {self.size} bytes"
-        raise self.ctx.error(
-            MemoryFault, f"{size}-byte access to shared memory at 0x{address:x} {problem}", owners[at]
-        )
+        raise self.ctx.error(MemoryFault, f"{size}-byte access to shared memory at 0x{address:x} {problem}", owners[at])

@@ -57,9 +57,7 @@ class Space:
             values[where] = view.take(index)
         return values
 
-    def store(
-        self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, access: str = "store"
-    ) -> None:
+    def store(self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, access: str = "store") -> None:
         """Store values of dtype ``UINT[size]``; where addresses coincide the highest lane wins."""
         for view, index, where in self.locate(addresses, values.itemsize, owners, access):
             view[index] = values if where is None else values[where]
@@ -114,9 +112,7 @@ class GenericSpace(Space):
             return space.load(offsets, size, owners, access)
         return super().load(addresses, size, owners, access)
 
-    def store(
-        self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, access: str = "store"
-    ) -> None:
+    def store(self, addresses: np.ndarray, values: np.ndarray, owners: np.ndarray, access: str = "store") -> None:
         for space, offsets, where in self._split(addresses):
             space.store(offsets, values[where], owners[where], access)
 
@@ -164,9 +160,7 @@ def refuse_misaligned(ctx: Context, addresses: np.ndarray, size: int, owners: np
         )
 
 
-def refuse_outside(
-    ctx: Context, addresses: np.ndarray, size: int, owners: np.ndarray, limit: int, name: str
-) -> None:
+def refuse_outside(ctx: Context, addresses: np.ndarray, size: int, owners: np.ndarray, limit: int, name: str) -> None:
     """Raise if an access of a space that begins at 0 ends past its size."""
     if int(addresses.max()) + size > limit:
         at = np.flatnonzero(addresses > np.uint64(max(limit - size, 0)))[0]

@@ -69,8 +69,10 @@ class Kernel:
         parameters = function.compiled.parameters
         if len(args) != len(parameters):
             fail(TypeError, name, "args", f"have {len(parameters)} entries", len(args))
-        pairs = enumerate(zip(parameters, args, strict=True))
-        values = tuple(_value(device, name, f"args[{i}]", parameter, arg) for i, (parameter, arg) in pairs)
+        values = [
+            arg if _fits(parameter, arg) else _value(device, name, i, parameter, arg)
+            for i, (parameter, arg) in enumerate(zip(parameters, args, strict=True))
+        ]
         function.launch(grid, block, values, shared_mem)
 
     def compile(self, arch: str) -> compiler.Compiled:
@@ -87,6 +89,8 @@ class Kernel:
 
     def _extents(self, name: str, value) -> tuple[int, int, int]:
         values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        if name == "grid" and len(values) == 1 and type(values[0]) is int and 0 < values[0] < 2**31:
+            return values[0], 1, 1
         limits = (2**31 - 1, 65535, 65535) if name == "grid" else (1024, 1024, 64)
         fits = (isinstance(v, numbers.Integral) and 1 <= v <= m for v, m in zip(values, limits, strict=False))
         if not 1 <= len(values) <= 3 or not all(fits):
@@ -99,13 +103,23 @@ class Kernel:
     def _placed(self, args) -> tuple[devices.Device, list]:
         """Return the device of the arguments, and them with foreign arrays turned into CuPy's."""
         name, placed = self._instance.expression, list(args)
-        indices = [i for i, arg in enumerate(placed) if _is_array(arg)]
-        taken, _ = arrays.take(name, **{f"args[{i}]": placed[i] for i in indices})
-        if not taken:
+        named = {f"args[{i}]": arg for i, arg in enumerate(placed) if type(arg) not in _PLAIN and _is_array(arg)}
+        if not named:
             return arrays.current_device(name), placed
-        for i, x in zip(indices, taken, strict=True):
-            placed[i] = x
-        return arrays.device_of(name, **{f"args[{i}]": placed[i] for i in indices}), placed
+        taken, _ = arrays.take(name, **named)
+        named = dict(zip(named, taken, strict=True))
+        placed = [named.get(f"args[{i}]", arg) for i, arg in enumerate(placed)]
+        return arrays.device_of(name, **named), placed
+
+
+_PLAIN = (int, float, bool, bytes)
+
+
+def _fits(parameter: compiler.Parameter, arg) -> bool:
+    """Tell at a glance that a plain number can be packed as it is; `_value` looks at everything else."""
+    if type(arg) is int:
+        return parameter.kind == "i" and -(2**31) <= arg < 2**31 and parameter.size >= 4
+    return type(arg) is float and parameter.kind == "f" and -3e38 < arg < 3e38
 
 
 def _is_array(x) -> bool:
@@ -115,8 +129,9 @@ def _is_array(x) -> bool:
     return hasattr(type(x), "__dlpack__") or hasattr(type(x), "__cuda_array_interface__")
 
 
-def _value(device, kernel: str, name: str, parameter: compiler.Parameter, arg):
+def _value(device, kernel: str, index: int, parameter: compiler.Parameter, arg):
     """Convert one argument of a user's kernel to what `Layout.pack` takes."""
+    name = f"args[{index}]"
     if parameter.kind == "p":
         if _is_array(arg) or (device.is_emulated and isinstance(arg, np.ndarray)):
             return device.pointer(arg)

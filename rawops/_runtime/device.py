@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
+import math
 import struct
 import threading
 from typing import Any
@@ -216,10 +217,11 @@ class EmulatedDevice:
 
     def empty(self, shape, dtype):
         """Allocate an array full of 0xff bytes, which are NaN in every float type."""
-        x = np.empty(shape, dtype)
-        if x.size:
-            x.reshape(-1).view(np.uint8).fill(0xFF)
-        return x
+        dtype = np.dtype(dtype)
+        size = math.prod(shape) * dtype.itemsize
+        buffer = np.full(size + 256, 0xFF, np.uint8)
+        start = -buffer.ctypes.data % 256  # the alignment of CuPy's pool
+        return buffer[start : start + size].view(dtype).reshape(shape)
 
     def load(self, compiled: compiler.Compiled) -> EmulatedFunction:
         """Decode a compiled instance."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..parser import Reg
+from ..operands import Reg
 from ..types import DTYPE, SIZE, is_float
 from . import Run, instruction, options, unsupported
 from .floating import FLOATING
@@ -198,8 +198,9 @@ def divide(a: Any, b: Any) -> Any:
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """Integer remainder with the dividend's sign; by zero, the dividend."""
-    return a - np.where(b == 0, 0, divide(a, b) * b).astype(np.asarray(a).dtype)
+    """Integer remainder with the dividend's sign; by zero, all ones."""
+    rest = np.asarray(a - divide(a, b) * b)
+    return np.where(b == 0, np.array(-1).astype(rest.dtype), rest)
 
 
 @instruction("rem", kind="integer")

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import RaceError
+from ..operands import Not, Reg
 from ..types import UINT
-from . import instruction, options, unsupported
+from . import Run, instruction, options, unsupported
 from .mbarrier import Deferred, barriers, clock_of, released, shared_address
+
+if TYPE_CHECKING:
+    from ..context import Context
+    from ..lanes import Lanes
+    from ..parser import Instruction
 
 _EVERYTHING = np.iinfo(np.int64).max
 
@@ -38,13 +45,13 @@ class _Copy:
 class _Copies:
     """What the lanes of a batch have in flight."""
 
-    def __init__(self, ctx) -> None:
+    def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self.committed = np.zeros(ctx.L, np.int64)  # groups, by lane
         self._flying: list[_Copy] = []
         self._issued = 0
 
-    def issue(self, lanes, addresses: np.ndarray, values: np.ndarray) -> None:
+    def issue(self, lanes: Lanes, addresses: np.ndarray, values: np.ndarray) -> None:
         """Take up one copy a lane."""
         self._ctx.shared.pend(addresses, values.itemsize, lanes.ids)
         self._issued += 1
@@ -73,17 +80,17 @@ class _Copies:
         self._flying = left
 
 
-def _copies(ctx) -> _Copies:
+def _copies(ctx: Context) -> _Copies:
     return ctx.state("cp.async", lambda: _Copies(ctx))
 
 
-def is_early(ctx) -> bool:
+def is_early(ctx: Context) -> bool:
     """Whether asynchronous operations complete when they are issued."""
     return ctx.launch.completion == "early"
 
 
 @instruction("cp.async", kind="async")
-def cp_async(ins, ctx):
+def cp_async(ins: Instruction, ctx: Context) -> Run:
     """Copy 4, 8 or 16 bytes a lane from global to shared memory."""
     hints = "L2::cache_hint L2::64B L2::128B L2::256B"
     given = options(ins, f"async ca cg shared shared::cta global {hints}")
@@ -97,13 +104,13 @@ def cp_async(ins, ctx):
     memory = ctx.space("global")
     count = _byte_count(ctx, extra[0], size) if extra else None
 
-    def fetch(lanes) -> np.ndarray:
+    def fetch(lanes: Lanes) -> np.ndarray:
         addresses = origin(lanes)
         if count is None:
             return memory.load(addresses, size, lanes.ids)
         return _load_partly(memory, addresses, np.broadcast_to(count(lanes), lanes.n), size, lanes.ids)
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         values, addresses = fetch(lanes), to(lanes)
         copies = _copies(ctx)
         copies.issue(lanes, addresses, values)
@@ -113,9 +120,9 @@ def cp_async(ins, ctx):
     return run
 
 
-def _byte_count(ctx, operand, size: int):
+def _byte_count(ctx: Context, operand, size: int):
     """``get(lanes)``: bytes to read of each copy, from its src-size or its ignore-src operand."""
-    if getattr(operand, "type", "") == "pred" or hasattr(operand, "operand"):
+    if isinstance(operand, Not) or (isinstance(operand, Reg) and operand.type == "pred"):
         ignore = ctx.reader(operand, "pred")
         return lambda lanes: np.where(ignore(lanes), 0, size)
     return ctx.reader(operand, "u32")
@@ -136,23 +143,23 @@ def _load_partly(memory, addresses: np.ndarray, counts: np.ndarray, size: int, i
 
 
 @instruction("cp.async.commit_group", kind="async")
-def commit_group(ins, ctx):
+def commit_group(ins: Instruction, ctx: Context) -> Run:
     """Close the lanes' open group."""
     options(ins, "async commit_group")
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         _copies(ctx).committed[lanes.index] += 1
 
     return run
 
 
 @instruction("cp.async.wait_group", "cp.async.wait_all", kind="async")
-def wait_group(ins, ctx):
+def wait_group(ins: Instruction, ctx: Context) -> Run:
     """Land all groups of the lanes but the N youngest; wait_all lands the open one too."""
     given = options(ins, "async wait_group wait_all")
     pending = None if "wait_all" in given else int(ins.operands[0].value("u32"))
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         copies = _copies(ctx)
         limits = _EVERYTHING if pending is None else copies.committed[lanes.ids] - pending
         copies.land(lanes.ids, limits, copies.mark(), engine=False)
@@ -161,12 +168,12 @@ def wait_group(ins, ctx):
 
 
 @instruction("cp.async.mbarrier.arrive", kind="async")
-def mbarrier_arrive(ins, ctx):
+def mbarrier_arrive(ins: Instruction, ctx: Context) -> Run:
     """Arrive once the lane's copies so far have landed; without .noinc that arrival is an extra one."""
     given = options(ins, "async mbarrier arrive noinc b64 shared shared::cta")
     address = shared_address(ctx, ins, ins.operands[0])
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         copies = _copies(ctx)
         for barrier, positions in barriers(ctx, address(lanes), lanes.ids):
             ids = lanes.ids[positions]
@@ -178,7 +185,7 @@ def mbarrier_arrive(ins, ctx):
     return run
 
 
-def _lander(ctx, copies: _Copies, ids: np.ndarray) -> Callable[[], np.ndarray | None]:
+def _lander(ctx: Context, copies: _Copies, ids: np.ndarray) -> Callable[[], np.ndarray | None]:
     """What lands the copies that the lanes have issued so far, and tells their clock."""
     last, clock = copies.mark(), released(ctx, ids)
 
@@ -195,7 +202,7 @@ class SharedSource:
     The second look finds what was overwritten, or is about to be by a copy, before the program waited.
     """
 
-    def __init__(self, ctx, addresses: np.ndarray, owner: int) -> None:
+    def __init__(self, ctx: Context, addresses: np.ndarray, owner: int) -> None:
         self._ctx, self.issued = ctx, ctx.current
         self._addresses, self._owners = addresses, np.full(len(addresses), owner)
         self._seen = self._fetch()
@@ -215,7 +222,7 @@ class SharedSource:
         return found.view(np.uint8)
 
 
-def engine_clock(ctx, ids: np.ndarray) -> np.ndarray | None:
+def engine_clock(ctx: Context, ids: np.ndarray) -> np.ndarray | None:
     """What a wait learns about the copies that engines made for these lanes."""
     if ctx.races is None:
         return None
@@ -223,7 +230,7 @@ def engine_clock(ctx, ids: np.ndarray) -> np.ndarray | None:
 
 
 @instruction("fence.proxy", kind="async")
-def fence_proxy(ins, ctx):
+def fence_proxy(ins: Instruction, ctx: Context) -> Run:
     """Order the lanes' ordinary accesses before asynchronous ones that follow."""
     given = options(
         ins,
@@ -233,7 +240,7 @@ def fence_proxy(ins, ctx):
     if "async" not in given or "global" in given or ctx.races is None:
         return lambda lanes: None
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         ctx.races.proxy_fence(lanes.ids)
 
     return run

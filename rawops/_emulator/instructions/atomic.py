@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..parser import Mem, Reg, Vec
+from ..operands import Mem, Reg, Vec
+from ..rounding import canonical_nans, flush, propagate_nans
 from ..types import DTYPE, PACKED, SIZE, UINT, narrow, widen
 from . import Run, instruction, unsupported
 from .memory import fences, space_of, vector_length
@@ -30,10 +31,30 @@ _PLAIN: dict[str, Update] = {
 }
 
 
+def _add32(old: Any, value: Any) -> Any:
+    result = old + value
+    canonical_nans(result)
+    return result
+
+
+# Floats are added by the multiprocessor in shared memory but by the L2 cache in global memory: there
+# float32 subnormals count as zero, and float64 NaNs pass through with the new value's first.
+_ADD_IN_SHARED: dict[str, Update] = {
+    "f32": _add32,
+    "f64": lambda old, value: propagate_nans(old + value, value, old),
+}
+_ADD_IN_GLOBAL: dict[str, Update] = {
+    "f32": lambda old, value: flush(_add32(flush(old), flush(value))),
+    "f64": lambda old, value: np.where(np.isnan(value), value, np.where(np.isnan(old), old, old + value)),
+}
+
+
 def _update(name: str, kind: str) -> Update | None:
-    """``update(old, *operands) -> new`` on values as a reader gives them."""
+    """``update(old, *operands) -> new`` on values as a reader gives them, in shared memory."""
     if name in _PLAIN:
         return _PLAIN[name]
+    if name == "add" and kind in _ADD_IN_SHARED:
+        return _ADD_IN_SHARED[kind]
     base = {"add": np.add, "min": np.minimum, "max": np.maximum}.get(name)
     if base is None or DTYPE[kind].itemsize > 2 or kind[0] in "us":
         return base
@@ -42,12 +63,14 @@ def _update(name: str, kind: str) -> Update | None:
     return lambda old, value: narrow(base(widen(old, kind), widen(value, kind)), kind)
 
 
-def operation_of(ins: Instruction, kind: str) -> Atomic:
+def operation_of(ins: Instruction, kind: str, *, in_global: bool = False) -> Atomic:
     """The operation that an opcode names, on elements of a type."""
     name = next((m for m in ins.opcode if m in _PLAIN or m in ("add", "min", "max")), "")
     update = _update(name, kind) if kind in DTYPE else None
     if update is None or SIZE[kind] == 16:
         raise unsupported(ins)
+    if in_global and name == "add":
+        update = _ADD_IN_GLOBAL.get(kind, update)
     return Atomic(update, kind)
 
 
@@ -55,7 +78,7 @@ def operation_of(ins: Instruction, kind: str) -> Atomic:
 def atom(ins: Instruction, ctx: Context) -> Run:
     """Read-modify-write, one lane after another in lane order."""
     kind = ins.opcode[-2] if ins.opcode[-1] == "noftz" else ins.opcode[-1]
-    operation = operation_of(ins, kind)
+    in_shared, in_global = operation_of(ins, kind), operation_of(ins, kind, in_global=True)
     returns = ins.opcode[0] == "atom"
     operands = ins.operands[1:] if returns else ins.operands
     mem = operands[0]
@@ -81,6 +104,7 @@ def atom(ins: Instruction, ctx: Context) -> Run:
             for view, index, part in pieces:
                 chosen = slice(None) if part is None else part
                 picked = [v[chosen] for v in values]
+                operation = in_shared if view.base is ctx.shared.data else in_global
                 if operation.apply(view, index, picked, old if puts else None, chosen):
                     ctx.launch.progress += 1
             if puts:
@@ -103,7 +127,10 @@ class Atomic:
     def __init__(self, update: Update, kind: str) -> None:
         self._update = update
         self._dtype = DTYPE[kind]
-        self._quick = isinstance(update, np.ufunc)
+        # Without old values to return, NumPy's own in-order loop does. Float additions that are more than
+        # np.add settle their flushing and NaNs by adding -0 before and after.
+        self._settles = update in (*_ADD_IN_SHARED.values(), *_ADD_IN_GLOBAL.values())
+        self._quick = np.add if self._settles else update if isinstance(update, np.ufunc) else None
         self._integer_add = update is np.add and self._dtype.kind in "iu" and not kind.startswith("bf")
 
     def apply(
@@ -117,9 +144,12 @@ class Atomic:
             if old is not None:
                 old[at] = before
             return not np.array_equal(before, after)
-        if old is None and self._quick:
-            typed = [v.view(self._dtype) for v in values]
-            self._update.at(view.view(self._dtype), index, typed[0])  # type: ignore[attr-defined]
+        if old is None and self._quick is not None:
+            typed, operand = view.view(self._dtype), np.ascontiguousarray(values[0]).view(self._dtype)
+            nothing = self._dtype.type(-0.0)
+            self._quick.at(typed, index, self._update(operand, nothing) if self._settles else operand)
+            if self._settles:
+                typed[index] = self._update(typed.take(index), nothing)
             return True
         order = np.argsort(index, kind="stable")
         sorted_index = index[order]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..parser import Imm
+from ..operands import Imm
 from ..types import DTYPE, SIZE
 from . import Run, instruction, options, unsupported
 
@@ -101,13 +101,23 @@ def funnel(ins: Instruction, ctx: Context) -> Run:
     return ctx.elementwise(fn, d, "u32", (low, "u32"), (high, "u32"), (amount, "u32"))
 
 
+# The selectors that the modes of prmt stand for, by the low two bits of the third source.
+_PERMUTATIONS = {
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
+}
+
+
 @instruction("prmt")
 def permute_bytes(ins: Instruction, ctx: Context) -> Run:
     """Pick four of eight bytes, or copies of their sign bits."""
-    if ins.opcode != ("prmt", "b32"):
-        raise unsupported(ins, "mode")
+    mode = next(iter(options(ins, "b32", _PERMUTATIONS) - {"b32"}), "")
     d, a, b, selector = ins.operands
-    if isinstance(selector, Imm) and not int(selector.value("u32")) & 0x8888:
+    if not mode and isinstance(selector, Imm) and not int(selector.value("u32")) & 0x8888:
         picks = [(int(selector.value("u32")) >> 4 * i) & 7 for i in range(4)]
 
         def fixed(a: Any, b: Any) -> Any:
@@ -121,6 +131,8 @@ def permute_bytes(ins: Instruction, ctx: Context) -> Run:
         return ctx.elementwise(fixed, d, "u32", (a, "u32"), (b, "u32"))
 
     def fn(a: Any, b: Any, selector: Any) -> Any:
+        if mode:
+            selector = np.array(_PERMUTATIONS[mode], np.uint32).take(selector & np.uint32(3))
         both = (np.asarray(b).astype(np.uint64) << np.uint64(32)) | a
         result = np.zeros_like(both)
         for i in range(4):
@@ -194,17 +206,22 @@ def bit_search(ins: Instruction, ctx: Context) -> Run:
     return ctx.elementwise(fn, ins.operands[0], out, (ins.operands[1], source))
 
 
+# The part of start and length that hardware looks at; it emulates the 64-bit forms, and those take all of them.
+_FIELD_BITS = {32: np.uint32(0xFF), 64: np.uint32(0xFFFFFFFF)}
+
+
 @instruction("bfe")
 def extract_field(ins: Instruction, ctx: Context) -> Run:
     """Bit field, sign- or zero-extended."""
     options(ins, "", DTYPE)
     kind = ins.opcode[-1]
     bits = 8 * SIZE[kind]
+    used = _FIELD_BITS[bits]
     signed = kind[0] == "s"
     d, a, start, length = ins.operands
 
     def fn(a: Any, start: Any, length: Any) -> Any:
-        start, length = (np.asarray(x & np.uint32(0xFF)).astype(np.int64) for x in (start, length))
+        start, length = (np.asarray(x & used).astype(np.int64) for x in (start, length))
         a = np.asarray(a)
         if signed:  # what lies above the top bit is the sign
             field = a >> np.minimum(start, bits - 1).astype(a.dtype)
@@ -224,10 +241,11 @@ def insert_field(ins: Instruction, ctx: Context) -> Run:
     kind = f"u{ins.opcode[-1][1:]}"
     bits = 8 * SIZE[kind]
     dtype = DTYPE[kind]
+    used = _FIELD_BITS[bits]
     d, a, b, start, length = ins.operands
 
     def fn(a: Any, b: Any, start: Any, length: Any) -> Any:
-        start, length = (np.asarray(x & np.uint32(0xFF)).astype(dtype) for x in (start, length))
+        start, length = (np.asarray(x & used).astype(dtype) for x in (start, length))
         spare = np.where(length < bits, dtype.type(bits) - length, dtype.type(0))
         mask = (~dtype.type(0) >> spare) << start
         mask = np.where(length == 0, dtype.type(0), mask)
@@ -249,7 +267,7 @@ def bit_mask(ins: Instruction, ctx: Context) -> Run:
             start, length = start & np.uint64(31), length & np.uint64(31)
         else:
             start, length = np.minimum(start, np.uint64(32)), np.minimum(length, np.uint64(32))
-        return ((((np.uint64(1) << length) - np.uint64(1)) << start)).astype(np.uint32)
+        return (((np.uint64(1) << length) - np.uint64(1)) << start).astype(np.uint32)
 
     return ctx.elementwise(fn, d, "u32", (start, "u32"), (length, "u32"))
 

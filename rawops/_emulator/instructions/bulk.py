@@ -8,36 +8,36 @@ when the group is waited for, since it must not have changed in between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import EmulatorError, MemoryFault
 from ..shared import RANK_SHIFT
 from ..types import SIZE, UINT
-from . import instruction, options, unsupported
+from . import Run, instruction, options, unsupported
 from .asynchronous import SharedSource, engine_clock, is_early
 from .atomic import Atomic, operation_of
 from .groups import GroupQueue
 from .mbarrier import Barrier, Deferred, barriers
 
+if TYPE_CHECKING:
+    from ..context import Context
+    from ..lanes import Lanes
+    from ..parser import Instruction
+
 _UNIT = 16  # bytes: what bulk copies are made of
-_HINTS = "L2::cache_hint"
 Write = Callable[[np.ndarray], None]
 
 
-def own_lanes(lanes):
-    """Position and lane number of each lane: engines take one order at a time."""
-    return enumerate(lanes.ids.tolist())
-
-
-def barrier_at(ctx, address: int, lane: int) -> Barrier:
+def barrier_at(ctx: Context, address: int, lane: int) -> Barrier:
     """The mbarrier at an address as a lane sees it."""
     return next(barriers(ctx, np.array([address], np.uint64), np.array([lane])))[0]
 
 
-def chunks(address: int, nbytes: int) -> np.ndarray:
-    """The addresses of the 16-byte units of a range."""
-    return np.arange(address, address + nbytes, _UNIT, dtype=np.uint64)
+def chunks(address: int, nbytes: int, unit: int = _UNIT) -> np.ndarray:
+    """The addresses of the units of a range."""
+    return np.arange(address, address + nbytes, unit, dtype=np.uint64)
 
 
 def of_rank(address: int, rank: int) -> int:
@@ -53,14 +53,26 @@ def receivers(address: int, barrier: int, mask: int | None) -> list[tuple[int, i
     return [(of_rank(address, rank), of_rank(barrier, rank)) for rank in ranks]
 
 
-def deliver(ctx, lane: int, addresses: np.ndarray, values: np.ndarray, barrier: Barrier) -> None:
-    """Send values to shared memory; `barrier` counts them when they land."""
-    owners = np.full(len(addresses), lane)
-    ctx.shared.pend(addresses, values.itemsize, owners)
+def deliver(
+    ctx: Context,
+    addresses: np.ndarray,
+    values: np.ndarray,
+    owners: np.ndarray,
+    barrier: Barrier,
+    operation: Atomic | None = None,
+) -> None:
+    """Send values to shared memory, or combine them with what is there; `barrier` counts them when they land."""
+    if operation is None:
+        ctx.shared.pend(addresses, values.itemsize, owners)
 
     def land() -> np.ndarray | None:
-        ctx.shared.land(addresses, values, owners, engine=True)
-        return engine_clock(ctx, owners[:1])
+        landed = values
+        if operation is not None:
+            ((view, index, _),) = ctx.shared.locate(addresses, values.itemsize, owners, "atomic")
+            operation.apply(view, index, [values], None, slice(None))
+            landed = view.take(index)
+        ctx.shared.land(addresses, landed, owners, engine=True)
+        return engine_clock(ctx, owners)
 
     barrier.defer(Deferred(0, values.nbytes, land), is_early(ctx))
 
@@ -68,7 +80,7 @@ def deliver(ctx, lane: int, addresses: np.ndarray, values: np.ndarray, barrier: 
 class _Stores:
     """The bulk groups of each lane: copies out of shared memory, as their source and what writes it out."""
 
-    def __init__(self, ctx) -> None:
+    def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._queues: dict[int, GroupQueue[tuple[SharedSource, Write]]] = {}
 
@@ -84,11 +96,11 @@ class _Stores:
                 raise self._ctx.error(EmulatorError, message, lane, source.issued)
 
 
-def _stores(ctx) -> _Stores:
+def _stores(ctx: Context) -> _Stores:
     return ctx.state("bulk", lambda: _Stores(ctx))
 
 
-def send(ctx, lane: int, addresses: np.ndarray, write: Write) -> None:
+def send(ctx: Context, lane: int, addresses: np.ndarray, write: Write) -> None:
     """Start a copy out of shared memory in the lane's open bulk group."""
     source = SharedSource(ctx, addresses, lane)
     if is_early(ctx):
@@ -97,7 +109,7 @@ def send(ctx, lane: int, addresses: np.ndarray, write: Write) -> None:
         _stores(ctx).of(lane).open.append((source, write))
 
 
-def writer(ctx, addresses: np.ndarray, lane: int, size: int, operation: Atomic | None = None) -> Write:
+def writer(ctx: Context, addresses: np.ndarray, lane: int, size: int, operation: Atomic | None = None) -> Write:
     """Check global addresses now; the result stores bytes there later, or combines them with what is there."""
     pieces = ctx.space("global").locate(addresses, size, np.full(len(addresses), lane), "store")
 
@@ -113,71 +125,79 @@ def writer(ctx, addresses: np.ndarray, lane: int, size: int, operation: Atomic |
     return write
 
 
-def _check_range(ctx, lane: int, nbytes: int, *addresses: int) -> None:
-    if nbytes % _UNIT or any(address % _UNIT for address in addresses):
-        where = " and ".join(hex(address) for address in addresses)
-        raise ctx.error(MemoryFault, f"a bulk copy of {nbytes} bytes at {where} is not in units of 16 bytes", lane)
-
-
 @instruction("cp.async.bulk", "cp.reduce.async.bulk", kind="async")
-def bulk(ins, ctx):
+def bulk(ins: Instruction, ctx: Context) -> Run:
     """1-D copy global -> shared, shared -> global, or to another block's shared memory; or a reduction."""
-    opcode = ins.opcode
-    spaces = [token for token in opcode if token in ("global", "shared::cta", "shared::cluster")]
-    types = [token for token in opcode if token in SIZE]
+    spaces = [token for token in ins.opcode if token in ("global", "shared::cta", "shared::cluster")]
+    types = [token for token in ins.opcode if token in SIZE]
     options(
         ins,
         "reduce async bulk global shared::cta shared::cluster mbarrier::complete_tx::bytes bulk_group "
-        f"multicast::cluster noftz add min max inc dec and or xor {_HINTS}",
+        "multicast::cluster noftz add min max inc dec and or xor L2::cache_hint",
         types,
     )
     if len(spaces) != 2:
         raise unsupported(ins)
-    destination, source, size, *extra = ins.operands
-    to, origin, count = ctx.address(destination), ctx.address(source), ctx.reader(size, "u32")
-    operation = operation_of(ins, types[0]) if "reduce" in opcode else None
+    operation = operation_of(ins, types[0]) if ins.opcode[1] == "reduce" else None
     width = SIZE[types[0]] if operation else _UNIT
-    inward = spaces[0] != "global"
-    bell = ctx.address(extra[0]) if inward else None
-    mask = ctx.reader(extra[1], "u16") if "multicast::cluster" in opcode else None
+    if spaces[0] == "global":
+        return _outward(ins, ctx, operation, width)
+    return _inward(ins, ctx, operation, width)
 
-    def bring(lane: int, target: int, start: int, nbytes: int, bar: int, ranks: int | None) -> None:
-        owners, units = np.full(nbytes // _UNIT, lane), chunks(start, nbytes)
-        if spaces[1] == "global":
-            values = ctx.space("global").load(units, _UNIT, owners)
-        else:
-            values = ctx.shared.fetch(units, _UNIT, owners)
-        for address, bell_address in receivers(target, bar, ranks):
-            there = chunks(address, nbytes)
-            if operation is not None:
-                old = ctx.shared.fetch(there, _UNIT, owners).view(UINT[width])
-                values = operation.combine(old, [values.view(UINT[width])]).view(UINT[_UNIT])
-            deliver(ctx, lane, there, values, barrier_at(ctx, bell_address, lane))
 
-    def run(lanes) -> None:
-        targets, starts = to(lanes).tolist(), origin(lanes).tolist()
+def _ranges(ins: Instruction, ctx: Context) -> Run:
+    """``orders(lanes)``: position, lane, destination, source and bytes of each lane's copy."""
+    to, origin = ctx.address(ins.operands[0]), ctx.address(ins.operands[1])
+    count = ctx.reader(ins.operands[2], "u32")
+
+    def orders(lanes: Lanes):
         sizes = np.broadcast_to(count(lanes), lanes.n).tolist()
-        bars = bell(lanes).tolist() if inward else None
+        each = zip(lanes.ids.tolist(), to(lanes).tolist(), origin(lanes).tolist(), sizes, strict=True)
+        for i, (lane, target, start, nbytes) in enumerate(each):
+            if nbytes % _UNIT or target % _UNIT or start % _UNIT:
+                message = f"a bulk copy of {nbytes} bytes, 0x{start:x} to 0x{target:x}, is not in units of 16 bytes"
+                raise ctx.error(MemoryFault, message, lane)
+            if nbytes:
+                yield i, lane, target, start, nbytes
+
+    return orders
+
+
+def _inward(ins: Instruction, ctx: Context, operation: Atomic | None, width: int) -> Run:
+    orders, bell = _ranges(ins, ctx), ctx.address(ins.operands[3])
+    mask = ctx.reader(ins.operands[4], "u16") if "multicast::cluster" in ins.opcode else None
+    fetch = ctx.space("global").load if "global" in ins.opcode else ctx.shared.fetch
+
+    def run(lanes: Lanes) -> None:
+        bars = bell(lanes).tolist()
         masks = np.broadcast_to(mask(lanes), lanes.n).tolist() if mask else [None] * lanes.n
-        for i, lane in own_lanes(lanes):
-            _check_range(ctx, lane, sizes[i], targets[i], starts[i])
-            if not sizes[i]:
-                continue
-            if inward:
-                bring(lane, targets[i], starts[i], sizes[i], bars[i], masks[i])
-            else:
-                addresses = np.arange(targets[i], targets[i] + sizes[i], width, dtype=np.uint64)
-                send(ctx, lane, chunks(starts[i], sizes[i]), writer(ctx, addresses, lane, width, operation))
+        for i, lane, target, start, nbytes in orders(lanes):
+            values = fetch(chunks(start, nbytes), _UNIT, np.full(nbytes // _UNIT, lane)).view(UINT[width])
+            owners = np.full(len(values), lane)
+            for address, bell_address in receivers(target, bars[i], masks[i]):
+                there = chunks(address, nbytes, width)
+                deliver(ctx, there, values, owners, barrier_at(ctx, bell_address, lane), operation)
+
+    return run
+
+
+def _outward(ins: Instruction, ctx: Context, operation: Atomic | None, width: int) -> Run:
+    orders = _ranges(ins, ctx)
+
+    def run(lanes: Lanes) -> None:
+        for _, lane, target, start, nbytes in orders(lanes):
+            write = writer(ctx, chunks(target, nbytes, width), lane, width, operation)
+            send(ctx, lane, chunks(start, nbytes), write)
 
     return run
 
 
 @instruction("cp.async.bulk.commit_group", kind="async")
-def commit_group(ins, ctx):
+def commit_group(ins: Instruction, ctx: Context) -> Run:
     """Close the lanes' open bulk group."""
     options(ins, "async bulk commit_group")
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         for lane in lanes.ids.tolist():
             _stores(ctx).of(lane).commit()
 
@@ -185,12 +205,12 @@ def commit_group(ins, ctx):
 
 
 @instruction("cp.async.bulk.wait_group", kind="async")
-def wait_group(ins, ctx):
+def wait_group(ins: Instruction, ctx: Context) -> Run:
     """Finish all bulk groups of the lanes but the N youngest; with .read their sources are free too."""
     options(ins, "async bulk wait_group read")
     pending = int(ins.operands[0].value("u32"))
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         for lane in lanes.ids.tolist():
             for source, write in _stores(ctx).of(lane).drain(pending):
                 write(source.read())
@@ -199,18 +219,18 @@ def wait_group(ins, ctx):
 
 
 @instruction("cp.async.bulk.prefetch", "prefetch.tensormap", "prefetchu.tensormap", kind="async")
-def prefetch(ins, ctx):
+def prefetch(ins: Instruction, ctx: Context) -> Run:
     """A hint."""
     return lambda lanes: None
 
 
 @instruction("st.async", "red.async", kind="async")
-def st_async(ins, ctx):
+def st_async(ins: Instruction, ctx: Context) -> Run:
     """Store a value or vector a lane to another block's shared memory, or reduce into it; an mbarrier counts."""
     type_ = ins.opcode[-1]
     options(
         ins,
-        f"async weak relaxed cluster shared::cluster mbarrier::complete_tx::bytes v2 v4 "
+        "async weak relaxed cluster shared::cluster mbarrier::complete_tx::bytes v2 v4 "
         f"add min max inc dec and or xor {type_}",
     )
     destination, source, bell = ins.operands
@@ -220,28 +240,11 @@ def st_async(ins, ctx):
     gets = [ctx.reader(item, f"b{8 * size}") for item in items]
     operation = operation_of(ins, type_) if ins.opcode[0] == "red" else None
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         addresses = to(lanes)[:, None] + np.arange(len(items), dtype=np.uint64) * np.uint64(size)
         values = np.stack([np.broadcast_to(get(lanes), lanes.n) for get in gets], axis=1)
         for barrier, positions in barriers(ctx, bar(lanes), lanes.ids):
             there, owners = addresses[positions].ravel(), np.repeat(lanes.ids[positions], len(items))
-            _store_later(ctx, there, values[positions].ravel(), owners, barrier, operation)
+            deliver(ctx, there, values[positions].ravel(), owners, barrier, operation)
 
     return run
-
-
-def _store_later(ctx, addresses, values, owners, barrier: Barrier, operation) -> None:
-    """Land the lanes' values when the barrier's phase is waited for."""
-    if operation is None:
-        ctx.shared.pend(addresses, values.itemsize, owners)
-
-    def land() -> np.ndarray | None:
-        if operation is None:
-            ctx.shared.land(addresses, values, owners, engine=True)
-        else:
-            ((view, index, _),) = ctx.shared.locate(addresses, values.itemsize, owners, "atomic")
-            operation.apply(view, index, [values], None, slice(None))
-            ctx.shared.land(addresses, view.take(index), owners, engine=True)
-        return engine_clock(ctx, owners)
-
-    barrier.defer(Deferred(0, values.nbytes, land), is_early(ctx))

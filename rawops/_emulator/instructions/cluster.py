@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ..lanes import Lanes, Wait
 from ..shared import RANK_SHIFT
 from ..spaces import WINDOWS
-from . import instruction, options
+from . import Run, instruction, options
 from .mbarrier import clock_of
+
+if TYPE_CHECKING:
+    from ..context import Context
+    from ..parser import Instruction
 
 _OFFSET = np.uint64((1 << RANK_SHIFT) - 1)
 
 
 @instruction("mapa", kind="integer")
-def mapa(ins, ctx):
+def mapa(ins: Instruction, ctx: Context) -> Run:
     """The address of a shared variable in the block of a rank; generic unless the opcode names the space."""
     given = options(ins, "shared::cluster u32 u64")
     kind = ins.opcode[-1]
@@ -31,7 +37,7 @@ def mapa(ins, ctx):
 
 
 @instruction("getctarank", kind="integer")
-def getctarank(ins, ctx):
+def getctarank(ins: Instruction, ctx: Context) -> Run:
     """The rank of the block that a shared address belongs to."""
     options(ins, "shared::cluster u32 u64")
     put, address = ctx.writer(ins.operands[0], "u32"), ctx.reader(ins.operands[1], ins.opcode[-1])
@@ -47,7 +53,7 @@ def getctarank(ins, ctx):
 class _ClusterBarrier:
     """The barrier of each resident cluster: phases, lanes that have arrived, the phase each lane waits for."""
 
-    def __init__(self, ctx) -> None:
+    def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self.cluster_of = ctx.block_of // ctx.cluster_size
         count = ctx.R // ctx.cluster_size
@@ -98,7 +104,7 @@ class _ClusterBarrier:
 
 
 @instruction("barrier.cluster", kind="barrier")
-def barrier_cluster(ins, ctx):
+def barrier_cluster(ins: Instruction, ctx: Context) -> Run:
     """Arrive at the barrier of the cluster, or wait for it."""
     given = options(ins, "cluster arrive wait release relaxed acquire aligned")
 

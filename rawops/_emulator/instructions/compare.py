@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..parser import Pair
+from ..operands import Pair
 from ..rounding import flush
 from ..types import DTYPE, PACKED, is_float, widen
 from . import Run, instruction, unsupported
 
 if TYPE_CHECKING:
     from ..context import Context
-    from ..parser import Instruction, Operand
+    from ..operands import Operand
+    from ..parser import Instruction
 
 _ORDERED: dict[str, Callable[[Any, Any], Any]] = {
     "eq": np.equal,
@@ -115,22 +116,18 @@ def _setp_packed(ins: Instruction, ctx: Context, compare: Any, combine: Any) -> 
 def set_value(ins: Instruction, ctx: Context) -> Run:
     """Compare into a number: all ones (integers) or 1.0 (floats) where true."""
     out, kind = ins.opcode[-2], ins.opcode[-1]
-    inner = type(ins)(
-        tuple(m for m in ins.opcode if m != out or m == kind), *(getattr(ins, s) for s in ins.__slots__[1:])
-    )
-    if out == kind:
-        inner.opcode = ins.opcode[:-1]
-    compare, combine = _compare(inner)
+    if kind in PACKED and out not in PACKED:
+        out = "u16x2"  # a mask for each half
+    compare, combine = _compare(ins)
     d, a, b, *rest = ins.operands
+    true = {"f": 1, "u": -1, "s": -1, "b": 0x3F80}[out[0]]
     dtype = DTYPE[out]
-    yes = {"f": 1, "u": -1, "s": -1}[out[0]] if not out.startswith("bf") else 0x3F80
-    true = np.array(yes).astype(dtype)[()]
 
     def fn(a: Any, b: Any, *extra: Any) -> Any:
         result = compare(a, b)
         if extra:
             result = combine(result, np.repeat(extra[0], 2) if kind in PACKED else extra[0])
-        return np.where(result, true, dtype.type(0))
+        return np.where(result, np.array(true).astype(dtype), dtype.type(0))
 
     sources: list[tuple[Operand, str]] = [(a, kind), (b, kind)]
     if rest:

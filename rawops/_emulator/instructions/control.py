@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import BarrierError, EmulatorError
 from ..lanes import Lanes, Wait
-from ..parser import Imm
+from ..operands import Imm
 from . import Run, instruction, unsupported
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class Barriers:
             missing = block * ctx.T + np.flatnonzero(gone[block])
             raise ctx.error(
                 BarrierError,
-                f"barrier {number} is not reached by all threads: {ctx.describe(Lanes(ctx, missing))} "
-                "exited before it",
+                f"barrier {number} is not reached by all threads: {ctx.describe(Lanes(ctx, missing))} exited before it",
                 np.flatnonzero(ctx.alive & (ctx.block_of == block))[0],
             )
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from ..rounding import canonical_nans, direct, f64_to_bf16, flush
-from ..types import DTYPE, SIZE, bf16_to_f32, f16_to_f32, f32_to_f16, is_float
+from ..types import DTYPE, SIZE, bf16_to_f32, f16_to_f32, f32_to_f16, is_float, narrow
 from . import Run, instruction, options, unsupported
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ def _scalar(out: str, kind: str, mode: str, given: set[str]) -> Callable[[Any], 
     if not is_float(out):
         return _float_to_integer(out, kind, mode, given) if is_float(kind) else _integer(out, "sat" in given)
     if not is_float(kind):
+        if "sat" in given:
+            return lambda a: _saturated(_from_integer(np.asarray(a), out, mode), out)
         return lambda a: _from_integer(np.asarray(a), out, mode)
     return lambda a: _float_to_float(np.asarray(a), out, kind, mode, given)
 
@@ -73,13 +75,14 @@ def _integer(out: str, saturate: bool) -> Callable[[Any], Any]:
 
 
 def _float_to_integer(out: str, kind: str, mode: str, given: set[str]) -> Callable[[Any], Any]:
-    """Out of range clamps, NaN gives 0 (the top bit alone for 64-bit targets)."""
+    """Out of range clamps; NaN gives 0, or the top bit alone where the source or the target has 64 bits."""
     round_to = _TO_INTEGER[mode]
     dtype = DTYPE[out]
     limits = np.iinfo(dtype)
     # Largest float64 inside the range: 2**63 and 2**64 themselves are outside.
     high = float(limits.max) if dtype.itemsize < 8 else np.nextafter(float(limits.max), 0)
-    nan = 0 if dtype.itemsize < 8 else (-(1 << 63) if out[0] == "s" else 1 << 63)
+    top = limits.min if out[0] == "s" else limits.max // 2 + 1
+    nan = top if dtype.itemsize == 8 or kind == "f64" else 0
 
     def fn(a: Any) -> Any:
         a = flush(a) if "ftz" in given and kind == "f32" else np.asarray(a)
@@ -125,32 +128,38 @@ def _integer_residual(a: np.ndarray, nearest: np.ndarray) -> np.ndarray:
 
 def _float_to_float(a: np.ndarray, out: str, kind: str, mode: str, given: set[str]) -> Any:
     if "ftz" in given and kind == "f32":
-        a = flush(a)
+        a = np.array(flush(a))
+        canonical_nans(a)
     wide = np.atleast_1d(_widened(a, kind))
     if mode in _TO_INTEGER:
         wide = _TO_INTEGER[mode](wide)
     result = _round_float(wide, out, mode, "satfinite" in given)
     if "sat" in given:
-        one = _round_float(np.ones(1, np.float32), out, "rn")[0]
-        bounded = np.clip(_widened(result, out), 0, 1) + 0
-        result = np.where(np.isnan(bounded), 0, bounded)
-        result = _round_float(result.astype(np.float32), out, "rn") if out in ("f16", "bf16") else result
-        result = result.astype(np.asarray(one).dtype)
+        result = _saturated(result, out)
     if "relu" in given:
         result = _relu(result, out)
     if "ftz" in given and out == "f32":
         result = flush(result)
-    if out == "f32" and kind != "f64":
+    if out == "f32" and kind not in ("f64", "bf16"):  # from these two NaNs keep their payload
         result = np.array(result)
-    if out == "f32":
-        result = np.ascontiguousarray(result)
         canonical_nans(result)
+    if out == "f16" and kind == "f64" and np.isnan(wide).any():
+        bits = wide.view(np.uint64)
+        kept = (bits >> np.uint64(48)) & np.uint64(0x8000) | (bits >> np.uint64(42)) & np.uint64(0x1FF)
+        result = np.where(np.isnan(wide), (kept | np.uint64(0x7E00)).astype(np.uint16).view(np.float16), result)
     return result
+
+
+def _saturated(result: np.ndarray, out: str) -> np.ndarray:
+    """Values bounded to [0, 1], NaNs to 0."""
+    bounded = np.clip(_widened(result, out), 0, 1) + 0
+    bounded = np.where(np.isnan(bounded), 0, bounded).astype(bounded.dtype)
+    return narrow(bounded, out)
 
 
 def _relu(result: np.ndarray, out: str) -> np.ndarray:
     """Negative values become +0, NaNs stay."""
-    values = _widened(result, out)
+    values = result.view(np.float32) if out == "tf32" else _widened(result, out)
     return np.where((values < 0) | ((values == 0) & np.signbit(values)), result.dtype.type(0), result)
 
 
@@ -203,8 +212,8 @@ def _to_tf32(values: np.ndarray, mode: str) -> np.ndarray:
         rounded = (bits + np.uint32(0xFFF) + odd) & keep
     else:
         rounded = (bits + np.uint32(0x1000)) & keep
-    special = ~np.isfinite(values)
-    return np.where(special, np.where(np.isnan(values), np.uint32(0x7FFFFFFF), bits), rounded)
+    nan = bits & keep if mode == "rna" else np.uint32(0x7FFFE000)
+    return np.where(np.isnan(values), nan, np.where(np.isinf(values), bits, rounded))
 
 
 def _packed_halves(ins: Instruction, ctx: Context, given: set[str], mode: str) -> Run:
@@ -256,7 +265,7 @@ def _float8(ins: Instruction, ctx: Context, given: set[str]) -> Run:
 
     def encode(both: np.ndarray) -> np.ndarray:
         if "relu" in given:
-            both = np.where(both < 0, both.dtype.type(0), both)
+            both = np.where(both <= 0, both.dtype.type(0), both)
         return to_float8(both, name).view(np.uint16)
 
     if kind == "f32":
@@ -274,7 +283,7 @@ def _float8(ins: Instruction, ctx: Context, given: set[str]) -> Run:
 
 def _pack(ins: Instruction, ctx: Context) -> Run:
     """Saturate two integers and pack them, above the packed halfword or byte pair of a third."""
-    _, _, sat, out, kind, *rest = ins.opcode
+    _, _, sat, out, kind = ins.opcode[:5]
     if sat != "sat" or kind != "s32" or out[1:] not in ("16", "8"):
         raise unsupported(ins)
     d, a, b, *c = ins.operands
@@ -282,10 +291,10 @@ def _pack(ins: Instruction, ctx: Context) -> Run:
     bits = np.uint32(8 * SIZE[out])
     mask = np.uint32((1 << int(bits)) - 1)
 
-    def fn(a: Any, b: Any, c: Any = np.uint32(0)) -> Any:
+    def fn(a: Any, b: Any, *c: Any) -> Any:
         high, low = (np.asarray(clamp(x)).astype(np.int64).astype(np.uint32) & mask for x in (a, b))
         pair = (high << bits) | low
-        return pair | (c << (bits + bits)) if rest else pair
+        return pair | (c[0] << (bits + bits)) if c else pair
 
     sources = [(a, kind), (b, kind), *[(op, "u32") for op in c]]
     return ctx.elementwise(fn, d, "u32", *sources)

@@ -16,6 +16,7 @@ from ..rounding import (
     flush,
     fma32,
     fma64,
+    propagate_nans,
     to_odd,
     two_sum,
     zero_sign,
@@ -25,46 +26,56 @@ from . import Run, instruction, options, unsupported
 
 if TYPE_CHECKING:
     from ..context import Context
-    from ..parser import Instruction, Operand
+    from ..operands import Operand
+    from ..parser import Instruction
 
 Fn = Callable[..., Any]
 _DIRECTED = ("rz", "rm", "rp")
 
 
-def _lanewise(
-    ins: Instruction, ctx: Context, kind: str, fn: Fn, sources: tuple[Operand, ...] | None = None
-) -> Run:
+def _lanewise(ins: Instruction, ctx: Context, kind: str, fn: Fn, sources: tuple[Operand, ...] | None = None) -> Run:
     """The closure for a function on float32, float64 or, for 16-bit types, on their float32 values.
 
-    Adds what the modifiers ask for: .ftz, .sat, .relu; and the canonical NaN.
+    Adds what the modifiers ask for: .ftz, .sat, .relu; and the hardware's NaN.
     """
     modifiers = ins.opcode
     half = kind not in ("f32", "f64")
-    ftz, sat, relu = ("ftz" in modifiers and kind == "f32"), "sat" in modifiers, "relu" in modifiers
+    ftz, sat, relu = "ftz" in modifiers, "sat" in modifiers, "relu" in modifiers
     operands = [(op, kind) for op in (sources or ins.operands[1:])]
+    if kind == "f64":
+        return ctx.elementwise(_keeping_nans(fn, ins.opcode[0]), ins.operands[0], kind, *operands)
     if not (half or ftz or sat or relu):
-        finish = canonical_nans if kind == "f32" else None
-        return ctx.elementwise(fn, ins.operands[0], kind, *operands, finish=finish)
+        return ctx.elementwise(fn, ins.operands[0], kind, *operands, finish=canonical_nans)
 
     def wrapped(*values: Any) -> Any:
         if half:
             values = tuple(widen(v, kind) for v in values)
-        elif ftz:
-            values = tuple(flush(v) for v in values)
-        result = np.atleast_1d(fn(*values))
         if ftz:
+            values = tuple(flush(v, kind) for v in values)
+        result = np.atleast_1d(fn(*values))
+        if ftz and not half:
             result = flush(result)
         if sat or relu:
             low = np.fmax(result, 0) + 0  # a NaN becomes 0 with .sat, but stays one with .relu
             result = np.minimum(low, 1) if sat else np.where(np.isnan(result), result, low)
         if half:
-            return result if result.dtype == DTYPE[kind] else narrow(result.astype(np.float32), kind)
-        if kind == "f32":
-            result = result.astype(np.float32)
-            canonical_nans(result)
+            result = result if result.dtype == DTYPE[kind] else narrow(result.astype(np.float32), kind)
+            return narrow(flush(widen(result, kind), kind), kind) if ftz else result
+        result = result.astype(np.float32)
+        canonical_nans(result)
         return result
 
     return ctx.elementwise(wrapped, ins.operands[0], kind, *operands)
+
+
+def _keeping_nans(fn: Fn, name: str) -> Fn:
+    """A float64 function with NaNs that come from its operands: division prefers the first, the others the last."""
+
+    def wrapped(*values: Any) -> Any:
+        order = values[::-1] if name == "div" else values
+        return propagate_nans(np.atleast_1d(fn(*values)), *order)
+
+    return wrapped
 
 
 def _mode(ins: Instruction) -> str:
@@ -149,8 +160,15 @@ def _directed_fma64(mode: str) -> Fn:
 
 
 def _div(ins: Instruction, ctx: Context, kind: str) -> Run:
-    options(ins, "rn rz rm rp ftz approx full", DTYPE)
+    given = options(ins, "rn rz rm rp ftz approx full", DTYPE)
+    if "approx" in given:
+        return _lanewise(ins, ctx, kind, _approximate_quotient)
     return _lanewise(ins, ctx, kind, _quotient(kind, _mode(ins)))
+
+
+def _approximate_quotient(a: Any, b: Any) -> Any:
+    """a * (1 / b), where a reciprocal too small for a normal number counts as zero."""
+    return np.where(np.abs(b) > np.float32(2.0**126), a * np.copysign(np.float32(0), b), np.divide(a, b))
 
 
 def _quotient(kind: str, mode: str) -> Fn:
@@ -160,10 +178,12 @@ def _quotient(kind: str, mode: str) -> Fn:
     def fn(a: Any, b: Any) -> Any:
         nearest = np.divide(a, b)
         if kind == "f32":  # products of float32 are exact in float64
-            residual = np.float64(1) * a - np.multiply(nearest, b, dtype=np.float64)
+            residual = np.asarray(a, np.float64) - np.multiply(nearest, b, dtype=np.float64)
         else:
             residual = exact_sign(-nearest, b, a, 0.0)
-        return direct(nearest, np.where(np.isfinite(residual), residual * np.sign(b), 0), mode)
+        residual = np.where(np.isfinite(residual), residual * np.sign(b), 0)
+        overflow = np.isinf(nearest) & np.isfinite(a) & (b != 0)
+        return direct(nearest, np.where(overflow, -nearest, residual), mode)
 
     return fn
 
@@ -183,9 +203,9 @@ def _min_max(ins: Instruction, ctx: Context, kind: str) -> Run:
                 signs = signs ^ np.signbit(value)
             return np.where(signs, -result, result)
         result = np.atleast_1d(ufunc(values[0], values[1]))
-        zero = result == 0
+        zero = (values[0] == 0) & (values[1] == 0)
         if zero.any():  # -0 counts as less than +0, which NumPy does not heed
-            negative = [np.signbit(v) & (np.asarray(v) == 0) for v in values]
+            negative = [np.signbit(v) for v in values]
             sign = (negative[0] | negative[1]) if low else (negative[0] & negative[1])
             result = np.where(zero, np.where(sign, result.dtype.type(-0.0), result.dtype.type(0)), result)
         return result
@@ -195,20 +215,10 @@ def _min_max(ins: Instruction, ctx: Context, kind: str) -> Run:
     return _lanewise(ins, ctx, kind, fn)
 
 
-def _sign_bit(ins: Instruction, ctx: Context, kind: str) -> Run:
-    """neg and abs only touch the sign, whatever the value; NaNs keep their bits."""
-    given = options(ins, "ftz", DTYPE)
-    bits = {2: "u16", 4: "u32", 8: "u64"}[DTYPE[kind].itemsize]
-    if "x2" in kind:
-        bits = "u16x2"
-    dtype = DTYPE[bits]
-    sign = dtype.type(1 << (8 * dtype.itemsize - 1))
-    ufunc, mask = (np.bitwise_xor, sign) if ins.opcode[0] == "neg" else (np.bitwise_and, ~sign)
-    if "ftz" in given and kind == "f32":
-        return ctx.elementwise(
-            lambda a: ufunc(flush(a).view(dtype), mask), ins.operands[0], bits, (ins.operands[1], kind)
-        )
-    return ctx.elementwise(lambda a: ufunc(a, mask), ins.operands[0], bits, (ins.operands[1], bits))
+def _sign(ins: Instruction, ctx: Context, kind: str) -> Run:
+    """neg and abs are arithmetic: they make NaNs canonical too."""
+    options(ins, "ftz", DTYPE)
+    return _lanewise(ins, ctx, kind, np.negative if ins.opcode[0] == "neg" else np.abs)
 
 
 FLOATING: dict[str, Callable[[Any, Any, str], Run]] = {
@@ -218,8 +228,8 @@ FLOATING: dict[str, Callable[[Any, Any, str], Run]] = {
     "mad": _fma,
     "fma": _fma,
     "div": _div,
-    "abs": _sign_bit,
-    "neg": _sign_bit,
+    "abs": _sign,
+    "neg": _sign,
     "min": _min_max,
     "max": _min_max,
 }
@@ -279,7 +289,7 @@ def _root(kind: str, mode: str) -> Fn:
     def fn(a: Any) -> Any:
         nearest = np.sqrt(a)
         if kind == "f32":
-            residual = np.float64(1) * a - np.multiply(nearest, nearest, dtype=np.float64)
+            residual = np.asarray(a, np.float64) - np.multiply(nearest, nearest, dtype=np.float64)
         else:
             residual = exact_sign(-nearest, nearest, a, 0.0)
         return direct(nearest, np.where(np.isfinite(residual), residual, 0), mode)

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import BarrierError, EmulatorError, RaceError
 from ..lanes import Lanes, Wait
-from ..parser import Instruction, Mem
+from ..operands import Mem
+from ..parser import Instruction
 from ..spaces import WINDOWS
-from . import instruction, options, unsupported
+from . import Run, instruction, options
+
+if TYPE_CHECKING:
+    from ..context import Context
 
 _SCOPES = "cta cluster"
 _SPACES = "shared shared::cta shared::cluster"
@@ -72,9 +77,8 @@ class Barrier:
         self._turn()
         return True
 
-    def complete(self, nbytes: int, clock: np.ndarray | None = None) -> None:
-        """An asynchronous operation has completed `nbytes` of transactions."""
-        self._learn(clock)
+    def complete(self, nbytes: int) -> None:
+        """Count `nbytes` of transactions as completed."""
         self.tx -= nbytes
         self._turn()
 
@@ -121,7 +125,7 @@ class Barrier:
 class Barriers:
     """The barrier objects of the resident blocks, by byte index in shared memory."""
 
-    def __init__(self, ctx) -> None:
+    def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self.at: dict[int, Barrier] = {}
 
@@ -133,11 +137,11 @@ class Barriers:
                 raise self._ctx.error(BarrierError, message, barrier.maker)
 
 
-def _table(ctx) -> dict[int, Barrier]:
+def _table(ctx: Context) -> dict[int, Barrier]:
     return ctx.state("mbarrier", lambda: Barriers(ctx)).at
 
 
-def shared_address(ctx, ins: Instruction, mem: Mem):
+def shared_address(ctx: Context, ins: Instruction, mem: Mem):
     """``get(lanes)``: shared addresses of an operand that is generic unless the opcode names the space."""
     get = ctx.address(mem)
     if any(token in _SPACES.split() for token in ins.opcode):
@@ -145,7 +149,7 @@ def shared_address(ctx, ins: Instruction, mem: Mem):
     return lambda lanes: get(lanes) - np.uint64(WINDOWS["shared"])
 
 
-def barriers(ctx, addresses: np.ndarray, ids: np.ndarray) -> Iterator[tuple[Barrier, np.ndarray]]:
+def barriers(ctx: Context, addresses: np.ndarray, ids: np.ndarray) -> Iterator[tuple[Barrier, np.ndarray]]:
     """The barriers at the addresses of some lanes, each with the positions of its lanes."""
     flat = ctx.shared.flat(addresses, 8, ids)
     table = _table(ctx)
@@ -168,32 +172,32 @@ def _groups(keys: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield int(key), np.flatnonzero(keys == key)
 
 
-def _check_made(ctx, barrier: Barrier, lane: int) -> None:
+def _check_made(ctx: Context, barrier: Barrier, lane: int) -> None:
     """Refuse a use that nothing orders after mbarrier.init."""
     agent, maker = ctx.races.agent_of[lane], ctx.races.agent_of[barrier.maker]
     if lane != barrier.maker and ctx.races.seen[agent, ctx.races.column(maker)] < barrier.made:
         raise ctx.error(RaceError, f"{barrier.name} is used without being ordered after its mbarrier.init", lane)
 
 
-def released(ctx, ids: np.ndarray) -> np.ndarray | None:
+def released(ctx: Context, ids: np.ndarray) -> np.ndarray | None:
     """What the lanes' present clocks tell whoever synchronises with them."""
     if ctx.races is None:
         return None
     return clock_of(ctx, np.unique(ctx.races.agent_of[ids]))
 
 
-def clock_of(ctx, agents: np.ndarray) -> np.ndarray:
+def clock_of(ctx: Context, agents: np.ndarray) -> np.ndarray:
     """The agents' clocks, to be kept: an engine that has done nothing so far has been seen up to now."""
     return np.minimum(ctx.races.release(agents).max(axis=0), ctx.races.now)
 
 
 @instruction("mbarrier.init", kind="barrier")
-def init(ins, ctx):
+def init(ins: Instruction, ctx: Context) -> Run:
     """Make a barrier object."""
     options(ins, f"init b64 {_SPACES}")
     address, count = shared_address(ctx, ins, ins.operands[0]), ctx.reader(ins.operands[1], "u32")
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         addresses = address(lanes)
         flat = ctx.shared.flat(addresses, 8, lanes.ids)
         table = _table(ctx)
@@ -210,23 +214,22 @@ def init(ins, ctx):
 
 
 @instruction("mbarrier.inval", kind="barrier")
-def inval(ins, ctx):
+def inval(ins: Instruction, ctx: Context) -> Run:
     """Unmake a barrier object."""
     options(ins, f"inval b64 {_SPACES}")
     address = shared_address(ctx, ins, ins.operands[0])
 
-    def run(lanes) -> None:
-        flat = ctx.shared.flat(address(lanes), 8, lanes.ids)
-        for _ in barriers(ctx, address(lanes), lanes.ids):
-            pass
-        for key in set(flat.tolist()):
+    def run(lanes: Lanes) -> None:
+        addresses = address(lanes)
+        for _, positions in list(barriers(ctx, addresses, lanes.ids)):
+            (key,) = set(ctx.shared.flat(addresses[positions], 8, lanes.ids[positions]).tolist())
             del _table(ctx)[key]
 
     return run
 
 
 @instruction("mbarrier.arrive", "mbarrier.arrive_drop", kind="barrier")
-def arrive(ins, ctx):
+def arrive(ins: Instruction, ctx: Context) -> Run:
     """Arrive, with `.expect_tx` after announcing bytes; arrive_drop leaves the later phases too."""
     given = options(ins, f"arrive arrive_drop expect_tx noComplete release relaxed b64 {_SCOPES} {_SPACES}")
     state, mem, *extra = ins.operands
@@ -248,7 +251,7 @@ def arrive(ins, ctx):
         if not barrier.arrive(count, None if "relaxed" in given else released(ctx, ids)):
             raise ctx.error(BarrierError, f"{count} arrivals are more than fit {barrier}", ids[0])
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         numbers = np.broadcast_to(number(lanes), lanes.n)
         states = np.zeros(lanes.n, np.uint64)
         for barrier, positions in barriers(ctx, address(lanes), lanes.ids):
@@ -261,13 +264,13 @@ def arrive(ins, ctx):
 
 
 @instruction("mbarrier.expect_tx", "mbarrier.complete_tx", kind="barrier")
-def change_tx(ins, ctx):
+def change_tx(ins: Instruction, ctx: Context) -> Run:
     """Announce bytes, or count them as completed."""
     given = options(ins, f"expect_tx complete_tx relaxed b64 {_SCOPES} {_SPACES}")
     address, number = shared_address(ctx, ins, ins.operands[0]), ctx.reader(ins.operands[1], "u32")
     expect = "expect_tx" in given
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         numbers = np.broadcast_to(number(lanes), lanes.n)
         for barrier, positions in barriers(ctx, address(lanes), lanes.ids):
             total = int(numbers[positions].sum(dtype=np.int64))
@@ -275,12 +278,13 @@ def change_tx(ins, ctx):
                 barrier.tx += total
             else:
                 barrier.complete(total)
+        ctx.launch.progress += 1
 
     return run
 
 
 @instruction("mbarrier.pending_count", kind="barrier")
-def pending_count(ins, ctx):
+def pending_count(ins: Instruction, ctx: Context) -> Run:
     """The pending arrivals that a state token was taken at."""
     options(ins, "pending_count b64")
     put, get = ctx.writer(ins.operands[0], "u32"), ctx.reader(ins.operands[1], "u64")
@@ -288,14 +292,12 @@ def pending_count(ins, ctx):
 
 
 @instruction("mbarrier.test_wait", "mbarrier.try_wait", kind="barrier")
-def wait(ins, ctx):
+def wait(ins: Instruction, ctx: Context) -> Run:
     """Ask whether a phase has completed; try_wait parks the lanes until it has or nothing else can run."""
     given = options(ins, f"test_wait try_wait parity acquire relaxed b64 {_SCOPES} {_SPACES}")
     put = ctx.writer(ins.operands[0], "pred")
     address = shared_address(ctx, ins, ins.operands[1])
     parity, acquire = "parity" in given, "relaxed" not in given
-    if ins.operands[2:] == ():
-        raise unsupported(ins)
     token = ctx.reader(ins.operands[2], "u32" if parity else "u64")
 
     def completed(lanes: Lanes) -> np.ndarray:
@@ -320,7 +322,7 @@ def wait(ins, ctx):
     def why(lanes: Lanes) -> str:
         return ", ".join(str(barrier) for barrier, _ in barriers(ctx, address(lanes), lanes.ids))
 
-    def run(lanes) -> Wait | None:
+    def run(lanes: Lanes) -> Wait | None:
         done = completed(lanes)
         if done.any():
             go_on(lanes.select(done))

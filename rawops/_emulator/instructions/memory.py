@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..parser import Imm, Mem, Reg, Sink, Sym, Vec
+from ..operands import Imm, Mem, Reg, Sink, Sym, Vec
 from ..spaces import WINDOWS
 from ..types import DTYPE, SIZE, UINT
 from . import Run, instruction, unsupported
@@ -14,7 +14,8 @@ from . import Run, instruction, unsupported
 if TYPE_CHECKING:
     from ..context import Context
     from ..lanes import Lanes
-    from ..parser import Instruction, Operand
+    from ..operands import Operand
+    from ..parser import Instruction
     from ..spaces import Space
 
 _SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "const", "param")

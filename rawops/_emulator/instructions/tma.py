@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import EmulatorError, MemoryFault
 from ..types import SIZE, UINT
-from . import instruction, options, unsupported
+from . import Run, instruction, options, unsupported
 from .atomic import operation_of
-from .bulk import barrier_at, chunks, deliver, own_lanes, receivers, send, writer
+from .bulk import barrier_at, chunks, deliver, receivers, send, writer
 from .wgmma import swizzled
+
+if TYPE_CHECKING:
+    from ..context import Context
+    from ..lanes import Lanes
+    from ..parser import Instruction
 
 # The layout that rawops._runtime.tensormap writes: magic, data type, rank, swizzle, fill, address, sizes - 1,
 # strides of all axes but the innermost, box, element strides; axes innermost first, unused axes 0.
@@ -99,7 +105,7 @@ class Box:
         self.nbytes = len(offsets) * self.unit
 
 
-def load_map(ctx, address: int, lane: int) -> TensorMap:
+def load_map(ctx: Context, address: int, lane: int) -> TensorMap:
     """Read and decode the tensor map at a generic address."""
     if address % 64:
         raise ctx.error(MemoryFault, f"the tensor map at 0x{address:x} is not aligned to 64 bytes", lane)
@@ -117,7 +123,7 @@ def load_map(ctx, address: int, lane: int) -> TensorMap:
 class _TensorCopy:
     """What the forms of the instruction share: the tensor operand and the shared-memory side."""
 
-    def __init__(self, ins, ctx, tensor_operand, shared_operand) -> None:
+    def __init__(self, ins: Instruction, ctx: Context, tensor_operand, shared_operand) -> None:
         self._ins, self._ctx = ins, ctx
         self._map, self._shared = ctx.address(tensor_operand), ctx.address(shared_operand)
         (coordinates,) = tensor_operand.extra
@@ -126,11 +132,11 @@ class _TensorCopy:
         if self.rank != len(self._coordinates):
             raise unsupported(ins, f"{len(self._coordinates)} coordinates")
 
-    def orders(self, lanes):
+    def orders(self, lanes: Lanes):
         """For each lane: its position, number, tensor map, box and shared address."""
         maps, there = self._map(lanes).tolist(), self._shared(lanes).tolist()
         columns = [np.broadcast_to(get(lanes), lanes.n).tolist() for get in self._coordinates]
-        for i, lane in own_lanes(lanes):
+        for i, lane in enumerate(lanes.ids.tolist()):
             tensor = load_map(self._ctx, maps[i], lane)
             if len(tensor.sizes) != self.rank:
                 message = f"a tensor map of rank {len(tensor.sizes)} in a {self.rank}-d copy"
@@ -142,7 +148,7 @@ class _TensorCopy:
 
 
 @instruction("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", kind="async")
-def tensor(ins, ctx):
+def tensor(ins: Instruction, ctx: Context) -> Run:
     """Copy a box of a tensor into shared memory, or out of it, or reduce it into the tensor."""
     options(
         ins,
@@ -155,7 +161,7 @@ def tensor(ins, ctx):
     return _outward(ins, ctx) if spaces[0] == "global" else _inward(ins, ctx)
 
 
-def _inward(ins, ctx):
+def _inward(ins: Instruction, ctx: Context) -> Run:
     destination, source, bell, *extra = ins.operands
     copy, bar = _TensorCopy(ins, ctx, source, destination), ctx.address(bell)
     mask = ctx.reader(extra[0], "u16") if "multicast::cluster" in ins.opcode else None
@@ -168,24 +174,24 @@ def _inward(ins, ctx):
             values[box.inside] = ctx.space("global").load(there, box.unit, np.full(len(there), lane))
         return values.view(UINT[16])
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         bars = bar(lanes).tolist()
         masks = np.broadcast_to(mask(lanes), lanes.n).tolist() if mask else [None] * lanes.n
         for i, lane, tensor, box, address in copy.orders(lanes):
             values = fetch(lane, tensor, box)
             for target, bell_address in receivers(address, bars[i], masks[i]):
                 there = swizzled(chunks(target, box.nbytes), tensor.swizzle)
-                deliver(ctx, lane, there, values, barrier_at(ctx, bell_address, lane))
+                deliver(ctx, there, values, np.full(len(there), lane), barrier_at(ctx, bell_address, lane))
 
     return run
 
 
-def _outward(ins, ctx):
+def _outward(ins: Instruction, ctx: Context) -> Run:
     destination, source = ins.operands[:2]
     copy = _TensorCopy(ins, ctx, destination, source)
     reduces = ins.opcode[1] == "reduce"
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         for _, lane, tensor, box, address in copy.orders(lanes):
             if not box.inside.any():
                 continue
@@ -220,7 +226,7 @@ _FIELDS = {
 
 
 @instruction("tensormap.replace", kind="async")
-def replace(ins, ctx):
+def replace(ins: Instruction, ctx: Context) -> Run:
     """Change a field of a tensor map in global or shared memory."""
     options(ins, "replace tile global shared::cta b1024 b32 b64", _FIELDS)
     field = next((token for token in ins.opcode if token in _FIELDS), None)
@@ -235,7 +241,7 @@ def replace(ins, ctx):
     start = offset + index * size
     unit, place = np.uint64(start // 16 * 16), slice(start % 16, start % 16 + size)
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         new = (np.broadcast_to(get(lanes), lanes.n).astype(np.int64) + added).astype(UINT[size])
         there = address(lanes) + unit
         units = space.load(there, 16, lanes.ids)
@@ -246,11 +252,11 @@ def replace(ins, ctx):
 
 
 @instruction("tensormap.cp_fenceproxy", scope="warp", kind="async")
-def cp_fenceproxy(ins, ctx):
+def cp_fenceproxy(ins: Instruction, ctx: Context) -> Run:
     """Copy a tensor map from shared to global memory, once a warp, and make it known to the engines."""
     to, origin = ctx.address(ins.operands[0]), ctx.address(ins.operands[1])
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         targets, starts = to(lanes).tolist(), origin(lanes).tolist()
         for i in np.unique(ctx.warp_of[lanes.ids], return_index=True)[1].tolist():
             owners = np.full(LAYOUT.size // 16, lanes.ids[i])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..lanes import pack_warps, unpack_warps
-from ..parser import Pair, Sink
+from ..operands import Pair, Sink
 from ..types import DTYPE
 from . import Run, instruction, unsupported
 

@@ -10,17 +10,22 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import BarrierError, EmulatorError, RaceError
 from ..lanes import Lanes
-from ..parser import Imm, Vec
-from . import instruction, options, unsupported
+from ..operands import Imm, Vec
+from . import Run, instruction, options, unsupported
 from .asynchronous import SharedSource, is_early
 from .fragments import BITS, PACKED, a_matrix, accumulate, accumulator_registers, accumulators, decode
 from .groups import GroupQueue
 from .matrix import registers_reader, registers_writer
+
+if TYPE_CHECKING:
+    from ..context import Context
+    from ..parser import Instruction
 
 _ROWS = 64
 _K_BYTES = 32  # of every row of an operand, whatever the type
@@ -91,7 +96,7 @@ class _Product:
 class _Form:
     """A decoded wgmma.mma_async: types, shape, and how to get at its operands."""
 
-    def __init__(self, ins, ctx) -> None:
+    def __init__(self, ins: Instruction, ctx: Context) -> None:
         self.ctx, self.ins = ctx, ins
         shape = next((re.fullmatch(r"m64n(\d+)k(\d+)", token) for token in ins.opcode if token[:3] == "m64"), None)
         self.types = [token for token in ins.opcode if token in BITS or token in ("f32", "s32")]
@@ -104,7 +109,7 @@ class _Form:
             raise unsupported(ins, "shape")
         self._bind_operands(ins, ctx)
 
-    def _bind_operands(self, ins, ctx) -> None:
+    def _bind_operands(self, ins: Instruction, ctx: Context) -> None:
         d, a, b, scale_d, *immediates = ins.operands
         d_type, a_type, _ = self.types
         signs, majors = immediates[:2], immediates[2:]
@@ -184,7 +189,7 @@ class _Form:
         self.put_d(product.lanes, accumulator_registers(matrices))
 
 
-def _warpgroups(ctx, lanes: Lanes) -> list[Lanes]:
+def _warpgroups(ctx: Context, lanes: Lanes) -> list[Lanes]:
     """The warpgroups that are here, each of which has to be complete."""
     first = lanes.ids[::128]
     if lanes.n % 128 or (lanes.ids[127::128] - first != 127).any() or (ctx.thread_of[first] % 128).any():
@@ -193,18 +198,18 @@ def _warpgroups(ctx, lanes: Lanes) -> list[Lanes]:
     return [lanes] if lanes.n == 128 else [Lanes(ctx, ids) for ids in lanes.ids.reshape(-1, 128)]
 
 
-def _queue(ctx, group: Lanes) -> GroupQueue[_Product]:
+def _queue(ctx: Context, group: Lanes) -> GroupQueue[_Product]:
     return ctx.state("wgmma", dict).setdefault(int(group.ids[0]), GroupQueue())
 
 
 @instruction("wgmma.mma_async", scope="warpgroup", kind="matrix")
-def mma_async(ins, ctx):
+def mma_async(ins: Instruction, ctx: Context) -> Run:
     """D = A * B + D, 64 rows, one warpgroup; A in shared memory or registers, B in shared memory."""
     form = _Form(ins, ctx)
     early = is_early(ctx)
     flops = 2 * _ROWS * form.columns * form.k
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         for group in _warpgroups(ctx, lanes):
             queue = _queue(ctx, group)
             product = form.issue(group, queue)
@@ -217,18 +222,18 @@ def mma_async(ins, ctx):
 
 
 @instruction("wgmma.fence", scope="warpgroup", kind="matrix")
-def fence(ins, ctx):
+def fence(ins: Instruction, ctx: Context) -> Run:
     """Order register accesses before the products that follow: they are in order here."""
     options(ins, "fence sync aligned")
     return lambda lanes: None
 
 
 @instruction("wgmma.commit_group", scope="warpgroup", kind="matrix")
-def commit_group(ins, ctx):
+def commit_group(ins: Instruction, ctx: Context) -> Run:
     """Close the open group of products."""
     options(ins, "commit_group sync aligned")
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         for group in _warpgroups(ctx, lanes):
             _queue(ctx, group).commit()
 
@@ -236,12 +241,12 @@ def commit_group(ins, ctx):
 
 
 @instruction("wgmma.wait_group", scope="warpgroup", kind="matrix")
-def wait_group(ins, ctx):
+def wait_group(ins: Instruction, ctx: Context) -> Run:
     """Carry out all groups but the N youngest; what its warps read is then read by all four of them."""
     options(ins, "wait_group sync aligned")
     pending = int(ins.operands[0].value("u32"))
 
-    def run(lanes) -> None:
+    def run(lanes: Lanes) -> None:
         for group in _warpgroups(ctx, lanes):
             for product in _queue(ctx, group).drain(pending):
                 product.form.land(product)
@@ -253,7 +258,7 @@ def wait_group(ins, ctx):
 
 
 @instruction("setmaxnreg", scope="warpgroup", kind="control")
-def setmaxnreg(ins, ctx):
+def setmaxnreg(ins: Instruction, ctx: Context) -> Run:
     """Registers of a warpgroup: nothing to do, but all its warps have to come, with a count hardware takes."""
     options(ins, "inc dec sync aligned u32")
     count = int(ins.operands[0].value("u32"))
