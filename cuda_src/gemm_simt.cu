@@ -44,7 +44,7 @@ template <class Tile, bool kKMajor, int COUNT, int LANES> struct SimtReader {
 };
 
 template <class Shape, bool kAKMajor, bool kBKMajor, int ACCESS_A, int ACCESS_B, int kActivation>
-__global__ void __launch_bounds__(Shape::THREADS) gemm_simt(const __grid_constant__ GemmParams params) {
+__global__ void __launch_bounds__(Shape::THREADS, 1) gemm_simt(const __grid_constant__ GemmParams params) {
     using Epilogue = Epilogue<float, float, kActivation>;
     constexpr int BLOCK_M = Shape::BLOCK_M, BLOCK_N = Shape::BLOCK_N, BLOCK_K = Shape::BLOCK_K;
     constexpr int WARP_M = Shape::WARP_M, WARP_N = Shape::WARP_N, THREADS = Shape::THREADS;

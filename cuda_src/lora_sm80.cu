@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) lora_sm80(const __grid_cons
     const GemmCall& call = params.call;
     const GemmShape& shape = params.shape;
     const LoraOperands& lora = params.lora;
-    const uint32_t ring = shared_address(shared), tile_b = ring + RING_BYTES, tile_y = tile_b + Product::TileB::BYTES;
+    const uint32_t ring = shared_address(shared), tile_b = ring + RING_BYTES, tile_y = tile_b + Product::B_BYTES;
 
     const int thread = threadIdx.x;
     const int cols = shape.epilogue.cols;

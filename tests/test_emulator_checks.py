@@ -184,7 +184,8 @@ extern "C" __global__ void k(int* y) {
 }
 """
     refused(RaceError, source.replace("VALUE", "threadIdx.x"), 1, 64, np.zeros(64, np.int32), line=4)
-    launch(source.replace("VALUE", "7"), 1, 64, np.zeros(64, np.int32))  # all write the same
+    for completion in ("late", "random"):  # all write the same
+        launch(source.replace("VALUE", "7"), 1, 64, np.zeros(64, np.int32), completion=completion)
 
 
 def test_neighbouring_bytes_do_not_race():

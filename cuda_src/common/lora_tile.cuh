@@ -80,18 +80,22 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct LoraRider {
 template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
     using T = typename Tile::T;
     using LoaderY = OperandLoader<float, Tile::BLOCK_M, RANK, true, 16, Tile::THREADS>;
-    using LoaderB = OperandLoader<T, Tile::BLOCK_N, RANK, kKMajor, ACCESS, Tile::THREADS, Tile::GATE>;
+    using LoaderB = OperandLoader<T, Tile::BLOCK_N, 16, kKMajor, ACCESS, Tile::THREADS, Tile::GATE>;
     using TileY = typename LoaderY::Tile;
     using TileB = typename LoaderB::Tile;
     using Atom = MmaAtom<float>;
+    static constexpr int B_BYTES = RANK / 16 * TileB::BYTES;  // 16 ranks a tile: more need more registers on the way
     static_assert(Tile::ATOMS_N % 4 == 0, "one ldmatrix reads b for four atoms");
 
     // Both start the copy of the ranks from `begin` on; a later commit and wait complete it.
     static __device__ void fetch_b(const LoraOperands& lora, int begin, int n_begin, int cols, uint32_t tile, int thread) {
         LoaderB loader(static_cast<const T*>(lora.b), lora.b_col, lora.b_row, n_begin, cols, begin, cols * lora.b_col,
                        thread);
-        loader.fetch(tile, lora.rank - begin);
-        loader.store(tile);
+#pragma unroll 1
+        for (int rank = 0; rank < RANK; rank += 16, tile += TileB::BYTES) {
+            loader.fetch(tile, lora.rank - begin - rank);
+            loader.store(tile);
+        }
     }
     static __device__ void fetch_y(const LoraOperands& lora, int begin, int64_t first_row, int rows, uint32_t tile,
                                    int thread) {
@@ -116,8 +120,10 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
             uint32_t b[Tile::ATOMS_N / 4][4];  // pairs of ranks
 #pragma unroll
             for (int j = 0; j < Tile::ATOMS_N / 4; ++j) {
-                ldmatrix<!kKMajor>(b[j], tile_b + (kKMajor ? TileB::moved(lane_b, j * 32, k_step * 8)
-                                                           : TileB::moved(lane_b, k_step * 8, j * 32)));
+                const int rank = k_step % 2 * 8;
+                ldmatrix<!kKMajor>(b[j], tile_b + k_step / 2 * TileB::BYTES +
+                                             (kKMajor ? TileB::moved(lane_b, j * 32, rank)
+                                                      : TileB::moved(lane_b, rank, j * 32)));
             }
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M; ++i) {

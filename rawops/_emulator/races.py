@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -177,11 +178,21 @@ class Shadow:
         _wide(self._reads.ravel(), k)[rows] = stamp
         _wide(self._last_read, k)[index] = stamp
 
-    def write(self, index: np.ndarray, size: int, owners: np.ndarray, strong: bool) -> np.ndarray:
-        """Lanes write: refuse what is unordered. Returns which lanes lost to another of this instruction."""
+    def write(
+        self,
+        index: np.ndarray,
+        size: int,
+        owners: np.ndarray,
+        strong: bool,
+        unchanged: Callable[[], np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """Lanes write: refuse what is unordered. Returns which lanes lost to another of this instruction.
+
+        `unchanged` says which lanes write what is there already: an earlier write is then no conflict.
+        """
         clocks = self._clocks
         index, k = self._rows(index, size)
-        self._check_write(index, k, owners, strong)
+        self._check_write(index, k, owners, strong, unchanged)
         stamp = self._stamp(owners, strong, k)
         view = _wide(self._writes, k)
         view[index] = stamp
@@ -234,11 +245,19 @@ class Shadow:
         stamp = self._lane.take(owners) | (base | _STRONG if strong else base)
         return stamp if k == 1 else stamp[:, None]
 
-    def _check_write(self, index: np.ndarray, k: int, owners: np.ndarray, strong: bool) -> None:
+    def _check_write(
+        self,
+        index: np.ndarray,
+        k: int,
+        owners: np.ndarray,
+        strong: bool,
+        unchanged: Callable[[], np.ndarray] | None = None,
+    ) -> None:
         lowest = self._clocks.lowest
         stamps = _wide(self._writes, k).take(index, axis=0)
         if not (stamps <= lowest).all():
-            self._examine(stamps.reshape(-1, k), owners, strong, "write")
+            changed = ~unchanged() if unchanged is not None else slice(None)
+            self._examine(stamps.reshape(-1, k)[changed], owners[changed], strong, "write")
         stamps = _wide(self._last_read, k).take(index, axis=0)
         if not (stamps <= lowest).all():
             self._examine_readers(stamps.reshape(-1, k), index, owners, strong)

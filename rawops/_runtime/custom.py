@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import numpy as np
 from rawops._runtime import arrays, checks, compiler, sources
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
-from rawops._runtime.kernel import Instance
+from rawops._runtime.kernel import Function, Instance
 
 # what a number is rounded to, by kind and size of the parameter
 _FLOATS = {("f", 4): np.float32, ("f", 8): np.float64, ("h", 2): np.float16, ("g", 2): ml_dtypes.bfloat16}
@@ -47,6 +48,7 @@ class Kernel:
     def __init__(self, source, expression: str, options: Iterable[str] = ()) -> None:
         self._instance = Instance(sources.user_source(source), expression, tuple(options))
         self._arch: str | None = None
+        self._last: Function | None = None
 
     def __call__(self, grid, block, args=(), shared_mem: int = 0) -> None:
         """Launch on CuPy's current stream of the arrays' device, or run in the emulator on NumPy arrays.
@@ -60,20 +62,27 @@ class Kernel:
         shared_mem : int
             Dynamic shared memory in bytes; above 48 KiB it is opted in.
         """
+        grid = tuple(grid) if isinstance(grid, list) else grid
+        block = tuple(block) if isinstance(block, list) else block
+        grid, block, shared_mem = _geometry(self._instance.expression, grid, block, shared_mem)
+        function, values = self._last, None
+        if function is not None:
+            values = _native_values(function, args)
+        if values is None:
+            function, values = self._convert(args)
+        function.launch(grid, block, values, shared_mem)
+
+    def _convert(self, args) -> tuple[Function, list]:
+        """Find the device of the arguments and convert each of them, with every check."""
         name = self._instance.expression
-        grid, block = self._extents("grid", grid), self._extents("block", block)
-        shared_mem = checks.int_range(name, "shared_mem", shared_mem, 0, 2**31 - 1)
         device, args = self._placed(args)
-        function = self._instance.on(device)
+        self._last = function = self._instance.on(device)
         self._arch = device.arch
         parameters = function.compiled.parameters
         if len(args) != len(parameters):
             fail(TypeError, name, "args", f"have {len(parameters)} entries", len(args))
-        values = [
-            arg if _fits(parameter, arg) else _value(device, name, i, parameter, arg)
-            for i, (parameter, arg) in enumerate(zip(parameters, args, strict=True))
-        ]
-        function.launch(grid, block, values, shared_mem)
+        pairs = enumerate(zip(parameters, args, strict=True))
+        return function, [_value(device, name, f"args[{i}]", parameter, arg) for i, (parameter, arg) in pairs]
 
     def compile(self, arch: str) -> compiler.Compiled:
         """Compile for an architecture ("sm_90a") without launching and return the result."""
@@ -87,23 +96,10 @@ class Kernel:
             self._arch = arrays.current_device(self._instance.expression).arch
         return self.compile(self._arch).resources
 
-    def _extents(self, name: str, value) -> tuple[int, int, int]:
-        values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-        if name == "grid" and len(values) == 1 and type(values[0]) is int and 0 < values[0] < 2**31:
-            return values[0], 1, 1
-        limits = (2**31 - 1, 65535, 65535) if name == "grid" else (1024, 1024, 64)
-        fits = (isinstance(v, numbers.Integral) and 1 <= v <= m for v, m in zip(values, limits, strict=False))
-        if not 1 <= len(values) <= 3 or not all(fits):
-            fail(ValueError, self._instance.expression, name, f"be 1 to 3 integers from 1 to {limits}", value)
-        x, y, z = (*map(int, values), 1, 1)[:3]
-        if name == "block" and x * y * z > 1024:
-            fail(ValueError, self._instance.expression, name, "have at most 1024 threads", value)
-        return x, y, z
-
     def _placed(self, args) -> tuple[devices.Device, list]:
         """Return the device of the arguments, and them with foreign arrays turned into CuPy's."""
         name, placed = self._instance.expression, list(args)
-        named = {f"args[{i}]": arg for i, arg in enumerate(placed) if type(arg) not in _PLAIN and _is_array(arg)}
+        named = {f"args[{i}]": arg for i, arg in enumerate(placed) if _is_array(arg)}
         if not named:
             return arrays.current_device(name), placed
         taken, _ = arrays.take(name, **named)
@@ -112,14 +108,44 @@ class Kernel:
         return arrays.device_of(name, **named), placed
 
 
-_PLAIN = (int, float, bool, bytes)
+@functools.lru_cache(1024)
+def _geometry(kernel: str, grid, block, shared_mem) -> tuple[tuple, tuple, int]:
+    """Check the launch geometry and spell it out."""
+    shared_mem = checks.int_range(kernel, "shared_mem", shared_mem, 0, 2**31 - 1)
+    grid = _extents(kernel, "grid", grid, (2**31 - 1, 65535, 65535))
+    block = _extents(kernel, "block", block, (1024, 1024, 64))
+    if math.prod(block) > 1024:
+        fail(ValueError, kernel, "block", "have at most 1024 threads", block)
+    return grid, block, shared_mem
 
 
-def _fits(parameter: compiler.Parameter, arg) -> bool:
-    """Tell at a glance that a plain number can be packed as it is; `_value` looks at everything else."""
-    if type(arg) is int:
-        return parameter.kind == "i" and -(2**31) <= arg < 2**31 and parameter.size >= 4
-    return type(arg) is float and parameter.kind == "f" and -3e38 < arg < 3e38
+def _extents(kernel: str, name: str, value, limits: tuple[int, int, int]) -> tuple[int, int, int]:
+    values = value if isinstance(value, tuple) else (value,)
+    fits = (isinstance(v, numbers.Integral) and 1 <= v <= m for v, m in zip(values, limits, strict=False))
+    if not 1 <= len(values) <= 3 or not all(fits):
+        fail(ValueError, kernel, name, f"be 1 to 3 integers from 1 to {limits}", value)
+    return (*map(int, values), 1, 1)[:3]
+
+
+def _native_values(function: Function, args) -> list | None:
+    """Convert arguments that need no thought, as those of most calls; None where any of them does."""
+    device, parameters = function.device, function.compiled.parameters
+    if len(args) != len(parameters):
+        return None
+    values, placed = [], False
+    for parameter, arg in zip(parameters, args, strict=True):
+        kind = type(arg)
+        if kind is int:
+            fits = parameter.kind == "i" and parameter.size >= 4 and -(2**31) <= arg < 2**31
+        elif kind is float:
+            fits = parameter.kind == "f" and -3e38 < arg < 3e38
+        else:
+            fits = placed = kind is device.array_type and parameter.kind == "p" and device.holds(arg)
+            arg = device.pointer(arg) if fits else arg
+        if not fits:
+            return None
+        values.append(arg)
+    return values if placed else None
 
 
 def _is_array(x) -> bool:
@@ -129,9 +155,8 @@ def _is_array(x) -> bool:
     return hasattr(type(x), "__dlpack__") or hasattr(type(x), "__cuda_array_interface__")
 
 
-def _value(device, kernel: str, index: int, parameter: compiler.Parameter, arg):
+def _value(device, kernel: str, name: str, parameter: compiler.Parameter, arg):
     """Convert one argument of a user's kernel to what `Layout.pack` takes."""
-    name = f"args[{index}]"
     if parameter.kind == "p":
         if _is_array(arg) or (device.is_emulated and isinstance(arg, np.ndarray)):
             return device.pointer(arg)

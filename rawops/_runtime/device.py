@@ -75,8 +75,10 @@ class CudaDevice:
     is_emulated = False
 
     def __init__(self, ordinal: int) -> None:
+        from cupy import ndarray
         from cupy.cuda import driver, get_current_stream, runtime
 
+        self.array_type = ndarray
         self.ordinal, self.functions = ordinal, {}
         self._runtime, self._driver, self._stream = runtime, driver, get_current_stream
         attribute = functools.partial(runtime.deviceGetAttribute, device=ordinal)
@@ -87,6 +89,10 @@ class CudaDevice:
 
     def __repr__(self) -> str:
         return f"CUDA device {self.ordinal}"
+
+    def holds(self, x) -> bool:
+        """Tell whether a CuPy array is in this device's memory."""
+        return x.data.device_id == self.ordinal
 
     def pointer(self, x) -> int:
         """Return the address of an array's first element, 0 for None and for an empty array."""
@@ -192,6 +198,7 @@ class EmulatedDevice:
     """The emulator in the place of a GPU: NumPy arrays are its memory."""
 
     is_emulated = True
+    array_type = np.ndarray
 
     def __init__(self, arch: str, **options) -> None:
         self.capability = int("".join(c for c in arch if c.isdigit()) or 0)
@@ -210,6 +217,10 @@ class EmulatedDevice:
 
     def __repr__(self) -> str:
         return f"emulated {self.arch}"
+
+    def holds(self, x) -> bool:
+        """Tell whether NumPy arrays are this emulator's here and now."""
+        return emulated() is self
 
     def pointer(self, x) -> int:
         """Return the emulated address of an array's first element, 0 for None and for an empty array."""
