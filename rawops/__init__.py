@@ -15,6 +15,7 @@ from rawops.errors import (
     UnsupportedPTX,
 )
 from rawops.gemm import Gemm, gemm
+from rawops.lora import FusedLoRA, lora_linear
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "BarrierError",
     "CompileError",
     "EmulatorError",
+    "FusedLoRA",
     "Gemm",
     "Kernel",
     "MemoryFault",
@@ -33,6 +35,7 @@ __all__ = [
     "emulate",
     "gemm",
     "kernels",
+    "lora_linear",
     "precompile",
     "reload",
 ]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rawops import _gemm_sm90
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 
@@ -252,6 +253,7 @@ class _Launch:
     shared_bytes: int = 0
     shape: bytes = b""
     split: _Split | None = None
+    hopper: _gemm_sm90.Plan | None = None
     kept: Any = None  # what Product.parameters wants to know
 
     def collides(self, pointers: tuple) -> bool:
@@ -269,6 +271,9 @@ class _Launch:
         """Launch; the pointers start with those of a, b, c, bias, residual, out."""
         a, b, c, bias, residual, out = pointers[:6]
         call = _CALL.pack(a, b, *alpha, out, c, bias, residual, *beta)
+        if self.hopper is not None:
+            self.hopper.run(a, b, out, call + self.shape)
+            return
         if self.split is None:
             self.kernel.launch(self.grid, self.block, (call + self.shape + further,), self.shared_bytes)
             return
@@ -355,6 +360,10 @@ def _prepare(function, device, options, named: dict, pointers: tuple, product: P
     sizes = (M, N, K, cols)
     number = ACTIVATIONS.index(activation)
 
+    hopper = (device, operands, M, N, K, extents, number)
+    if not product.arrays and split_k is None and _gemm_sm90.supports(*hopper):
+        shape = _pack_shape(operands, sizes, extents, config, gate)
+        return _Launch(empty=False, shape=shape, hopper=_gemm_sm90.plan(*hopper), **frame)
     split = None
     if config.split_k > 1:
         split = _prepare_split(device, problem, config, operands, sizes, extents, out_dtype, number)

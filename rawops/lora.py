@@ -147,7 +147,8 @@ def shared_bytes(tile: Tile, rank_step: int, rides: bool, itemsize: int) -> int:
 
 
 def _fit(tile, steps, rides, itemsize, max_shared_bytes) -> tuple[Tile, int] | None:
-    blocks = 2 if 2 * tile.shared_bytes(itemsize) <= max_shared_bytes else 1
+    """Return the tile with as many stages, and as many ranks at a time, as the memory allows."""
+    blocks = 2 if 2 * tile.shared_bytes(itemsize) <= max_shared_bytes and tile.threads <= 128 else 1  # on an SM
     for budget in (max_shared_bytes // blocks, max_shared_bytes):
         for candidate in _with_stages(tile):
             for step in steps:

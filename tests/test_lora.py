@@ -84,33 +84,24 @@ def test_layouts(device, rng, rank, intermediate):
 
 
 VIEWS = {
-    "odd column": lambda x: x[:, 1:-7],
-    "even column": lambda x: x[:, 2:-6],
-    "every other column": lambda x: x[:, ::2],
-    "every other row": lambda x: x[::2, 8:],
-    "reversed": lambda x: x[::-1, ::-1],
-    "one row repeated": lambda x: np.broadcast_to(x[3], x.shape),
+    "odd column": lambda x, xp: x[:, 1:-7],
+    "even column": lambda x, xp: x[:, 2:-6],
+    "every other column": lambda x, xp: x[:, ::2],
+    "every other row": lambda x, xp: x[::2, 8:],
+    "reversed": lambda x, xp: x[::-1, ::-1],
+    "one row repeated": lambda x, xp: xp.broadcast_to(x[3], x.shape),
 }
 
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("operand", "xcab")
 def test_views(device, rng, operand, view, intermediate):
-    """One operand at a time is a view into NaN: the answer is that of a contiguous copy."""
-    take = (
-        VIEWS[view] if device.is_emulated or "repeated" not in view else lambda x: device.xp.broadcast_to(x[3], x.shape)
-    )
-    M, N, K, rank = 18, 32, 40, 12
-    sizes = {"x": (M, K), "c": (K, N), "a": (K, rank), "b": (rank, N)}
-    inputs = {name: integers(rng, shape) for name, shape in sizes.items()}
-    rows, cols = sizes[operand]
+    """One operand at a time is a view: the answer is that of a contiguous copy."""
+    inputs = operands(rng, 18, 32, 40, 12)
+    rows, cols = inputs[operand].shape
     big = integers(rng, (2 * rows, 2 * cols))
-    viewed = VIEWS[view](big)[:rows, :cols]
-    inputs[operand] = viewed.copy()
-    poisoned = np.full(big.shape, np.nan, big.dtype)
-    VIEWS[view](poisoned)[:rows, :cols].setflags(write=True)
-    VIEWS[view](poisoned)[:rows, :cols][...] = viewed
-    on_device = put(device, inputs) | {operand: take(device.put(poisoned))[:rows, :cols]}
+    inputs[operand] = VIEWS[view](big, np)[:rows, :cols]
+    on_device = put(device, inputs) | {operand: VIEWS[view](device.put(big), device.xp)[:rows, :cols]}
     same(device, lora_linear(**on_device), references.lora_linear(**inputs))
 
 
@@ -209,14 +200,19 @@ def test_intermediate_is_float32(device, rng, rank, dtype):
 def test_non_finite_values(device, rng, intermediate):
     """Inf and NaN reach the entries that IEEE arithmetic says, and no others."""
     inputs = operands(rng, 20, 40, 33, 8)
-    inputs["a"][:, 0] = 1
-    inputs["x"][:, 0] += inputs["x"].sum(axis=1) == 0  # x @ a has no zero in column 0
-    inputs["b"][0, 3], inputs["b"][0, 5], inputs["x"][7, 2], inputs["x"][9, 4] = np.inf, np.nan, np.inf, np.nan
+    inputs["a"][:, 0], inputs["a"][2], inputs["c"][2], inputs["b"][:, 8:] = 1, 1, 1, 1
+    inputs["x"][:, 0] += inputs["x"].sum(axis=1) == 0  # so that x @ a has no zero in its first column
+    inputs["x"][7, 2], inputs["x"][9, 4], inputs["b"][0, 3], inputs["b"][0, 5] = np.inf, np.nan, np.inf, np.nan
     got = device.get(lora_linear(**put(device, inputs))).astype(np.float64)
     with np.errstate(invalid="ignore"):
         want = references.lora_linear(**inputs)
     np.testing.assert_array_equal(got, want)
-    assert np.isinf(got[:7, 3]).all() and np.isnan(got[9]).all() and np.isnan(got[:, 5]).all()
+    assert (
+        np.isinf(got[:7, 3]).all()
+        and np.isinf(got[7, 8:]).all()
+        and np.isnan(got[9]).all()
+        and np.isnan(got[:, 5]).all()
+    )
 
 
 # --- epilogue -------------------------------------------------------------------------------------------------------

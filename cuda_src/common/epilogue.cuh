@@ -94,8 +94,8 @@ public:
           alpha(alpha_),
           beta(call_.c == nullptr ? Value(0) : Value(call_.beta.read())) {}
 
-    // Finishes columns n .. n + WIDTH - 1 of row m; what lies outside D is left alone.
-    __device__ void finish(int m, int n, Group& value, Group& up) const {
+    // Finishes columns n .. n + WIDTH - 1 of row m in registers; nothing is read for what lies outside D.
+    __device__ void transform(int m, int n, Group& value, Group& up) const {
         const int count = min_of(shape.cols - n, WIDTH);
         if (m >= shape.rows || count <= 0) return;
         add_linear_terms(m, n, count, value);
@@ -109,7 +109,13 @@ public:
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) value[i] += residual[i];
         }
-        write(m, n, count, value);
+    }
+
+    // The same, and writes them; what lies outside D is left alone.
+    __device__ void finish(int m, int n, Group& value, Group& up) const {
+        transform(m, n, value, up);
+        const int count = min_of(shape.cols - n, WIDTH);
+        if (m < shape.rows && count > 0) write(m, n, count, value);
     }
 
 private:

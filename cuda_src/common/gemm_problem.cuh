@@ -34,12 +34,11 @@ struct TileIndex {
 };
 
 // Blocks that run together cover few rows and few columns of tiles, so that their operands stay in the L2.
-__device__ inline TileIndex grouped_raster(int index, int tiles_m, int tiles_n) {
-    constexpr int GROUP = 8;
-    const int group = index / (GROUP * tiles_n);
-    const int rows = min_of(tiles_m - group * GROUP, GROUP);
-    const int rest = index - group * GROUP * tiles_n;
-    return {group * GROUP + rest % rows, rest / rows};
+__device__ inline TileIndex grouped_raster(int index, int tiles_m, int tiles_n, int group_rows = 8) {
+    const int group = index / (group_rows * tiles_n);
+    const int rows = min_of(tiles_m - group * group_rows, group_rows);
+    const int rest = index - group * group_rows * tiles_n;
+    return {group * group_rows + rest % rows, rest / rows};
 }
 
 }  // namespace rawops

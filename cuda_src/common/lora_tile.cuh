@@ -117,13 +117,20 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
         const int k_steps = ceil_div(min_of(ranks, RANK), 8);
 #pragma unroll 1  // registers would not do for more
         for (int k_step = 0; k_step < k_steps; ++k_step) {
-            uint32_t b[Tile::ATOMS_N / 4][4];  // pairs of ranks
+            float b[Tile::ATOMS_N][2];
 #pragma unroll
-            for (int j = 0; j < Tile::ATOMS_N / 4; ++j) {
+            for (int j = 0; j < Tile::ATOMS_N; j += 4) {
+                uint32_t pairs[4];
                 const int rank = k_step % 2 * 8;
-                ldmatrix<!kKMajor>(b[j], tile_b + k_step / 2 * TileB::BYTES +
-                                             (kKMajor ? TileB::moved(lane_b, j * 32, rank)
-                                                      : TileB::moved(lane_b, rank, j * 32)));
+                ldmatrix<!kKMajor>(pairs, tile_b + k_step / 2 * TileB::BYTES +
+                                              (kKMajor ? TileB::moved(lane_b, j * 8, rank)
+                                                       : TileB::moved(lane_b, rank, j * 8)));
+#pragma unroll
+                for (int part = 0; part < 4; ++part) {
+                    const T* pair = reinterpret_cast<const T*>(&pairs[part]);
+                    b[j + part][0] = widen(pair[0]);
+                    b[j + part][1] = widen(pair[1]);
+                }
             }
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M; ++i) {
@@ -136,10 +143,8 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
                 }
 #pragma unroll
                 for (int j = 0; j < Tile::ATOMS_N; ++j) {
-                    const T* pair = reinterpret_cast<const T*>(&b[j / 4][j % 4]);
-                    const float b0 = widen(pair[0]), b1 = widen(pair[1]);
-                    Atom::multiply(acc[i][j], high, bits(b0), bits(b1));
-                    Atom::multiply(acc[i][j], low, bits(finite_or_zero(b0)), bits(finite_or_zero(b1)));
+                    Atom::multiply(acc[i][j], high, bits(b[j][0]), bits(b[j][1]));
+                    Atom::multiply(acc[i][j], low, bits(finite_or_zero(b[j][0])), bits(finite_or_zero(b[j][1])));
                 }
             }
         }
