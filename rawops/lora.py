@@ -97,7 +97,7 @@ SM80 = KernelSpec(
     smoke=(
         *(_smoke(tile, step, True) for tile in _WIDE for step in (16, 64) if _rides_in(tile, step)),
         *(_smoke(tile, 64, False) for tile in _WIDE),
-        *(_smoke(tile, 16, True, **_TRANSPOSED) for tile in _WIDE),
+        *(_smoke(tile, 16, True, **_TRANSPOSED) for tile in _WIDE if _rides_in(tile, 16)),
         *(_smoke(tile, 16, True, access_lora_a=2, access_lora_b=2) for tile in _NARROW),
         _smoke(_WIDE[2], 16, True, dtype="bfloat16", out_dtype="bfloat16", activation=5),
     ),
@@ -123,21 +123,26 @@ def select_config(problem: Problem, rank: int, sm_count: int, max_shared_bytes: 
     low-rank part does not fit beside them, and rather those than the second block on an SM.
     """
     base = select_gemm_config(problem, sm_count, max_shared_bytes)
-    tile, itemsize = base.tile, dtypes.itemsize(problem.dtype)
+    itemsize, split = dtypes.itemsize(problem.dtype), (base.split_k, base.k_per_split)
     padded = next((step for step in _LOW_RANK_CHOICES["rank_step"] if step >= rank), None)
-    if padded is not None and _rides_in(tile, padded):
-        x_bytes = problem.batches * problem.M * problem.K * itemsize
-        weight_bytes = (problem.K + problem.M * problem.batches) * problem.N * itemsize
-        mma_bytes = 2 * problem.batches * problem.M * problem.N * problem.K / _OPS_PER_BYTE
-        riding = max(x_bytes + weight_bytes, mma_bytes * (1 + padded / tile.block_n))
-        reading = max(x_bytes + weight_bytes, mma_bytes) + x_bytes + _LAUNCH_BYTES
-        if riding <= reading:
-            fit = _fit(tile, (padded,), True, itemsize, max_shared_bytes)
-            if fit is not None:
-                return LoraConfig(fit[0], base.split_k, base.k_per_split, True, padded)
+    if padded is not None and _rides_in(base.tile, padded) and _riding_pays(problem, padded / base.tile.block_n):
+        found = _fit(base.tile, (padded,), True, itemsize, max_shared_bytes)
+        if found is not None:
+            return LoraConfig(found[0], *split, True, padded)
     steps = (32, 16) if rank <= 32 else (64, 32, 16)
-    tile, step = _fit(tile, steps, False, itemsize, max_shared_bytes)
-    return LoraConfig(tile, base.split_k, base.k_per_split, False, step)
+    tile, step = _fit(base.tile, steps, False, itemsize, max_shared_bytes)
+    return LoraConfig(tile, *split, False, step)
+
+
+def _riding_pays(problem: Problem, more_ops: float) -> bool:
+    """Compare the times of both ways, in bytes that the memory could move meanwhile."""
+    itemsize, rows = dtypes.itemsize(problem.dtype), problem.batches * problem.M
+    x_bytes = rows * problem.K * itemsize
+    moved = x_bytes + (problem.K + rows) * problem.N * itemsize
+    multiplied = 2 * rows * problem.N * problem.K / _OPS_PER_BYTE
+    riding = max(moved, multiplied * (1 + more_ops))
+    reading = max(moved, multiplied) + x_bytes + _LAUNCH_BYTES
+    return riding <= reading
 
 
 def shared_bytes(tile: Tile, rank_step: int, rides: bool, itemsize: int) -> int:

@@ -45,6 +45,7 @@ def run_add(x, y, value, n=N) -> None:
 def test_a_launch_is_ordered_on_the_current_stream(cp):
     x, y = cp.zeros(N, cp.float32), cp.zeros(N, cp.float32)
     run_add(x, y, 0)
+    x.fill(2)  # CuPy, too, compiles what it runs for the first time
     spin(1, 1, (1,))
     with cp.cuda.Stream(non_blocking=True) as stream:
         spin(1, 1, (SPIN,))

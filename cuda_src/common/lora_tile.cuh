@@ -68,7 +68,8 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct LoraRider {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int offset = TileY::moved(first, i * 16 + half * 8, j * 8);
-                    *reinterpret_cast<Vector<float, 2>*>(tile_y + offset) = {acc[i][j][half * 2], acc[i][j][half * 2 + 1]};
+                    *reinterpret_cast<Vector<float, 2>*>(tile_y + offset) = {acc[i][j][half * 2],
+                                                                             acc[i][j][half * 2 + 1]};
                 }
             }
         }
@@ -88,7 +89,8 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
     static_assert(Tile::ATOMS_N % 4 == 0, "one ldmatrix reads b for four atoms");
 
     // Both start the copy of the ranks from `begin` on; a later commit and wait complete it.
-    static __device__ void fetch_b(const LoraOperands& lora, int begin, int n_begin, int cols, uint32_t tile, int thread) {
+    static __device__ void fetch_b(const LoraOperands& lora, int begin, int n_begin, int cols, uint32_t tile,
+                                   int thread) {
         LoaderB loader(static_cast<const T*>(lora.b), lora.b_col, lora.b_row, n_begin, cols, begin, cols * lora.b_col,
                        thread);
 #pragma unroll 1
