@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hopper import launch, swizzle, tensor_map
 
-from rawops.errors import BarrierError, RaceError, UninitializedRead
+from rawops.errors import BarrierError, MemoryFault, RaceError, UninitializedRead
 
 TMA = """
 template <int RANK> __device__ void load(void* dst, const TMap* m, int x, int y, int z, u64* bar) {
@@ -91,7 +91,7 @@ def test_tma_2d_round_trip_of_every_swizzle(span, dtype, rng):
     assert np.array_equal(dst, expected)
 
 
-@pytest.mark.parametrize("first", [(-3, -5), (30, 40), (-20, 0), (33, -8)])
+@pytest.mark.parametrize("first", [(-3, -8), (30, 40), (-20, 0), (33, -16)])
 def test_tma_zero_fills_and_clips_what_is_out_of_bounds(first, rng):
     src = rng.integers(1, 100, (40, 64)).astype(np.float16)[:37, :50]
     dst = np.full((40, 64), np.nan, np.float16)
@@ -102,6 +102,15 @@ def test_tma_zero_fills_and_clips_what_is_out_of_bounds(first, rng):
         if 0 <= row < 37 and 0 <= column < 50:
             expected[row, column] = want[i, j]
     assert np.array_equal(dst, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(("load", "store", "wrong"), [(4, 0, 4), (-1, 0, -1), (8, 9, 9)])
+def test_an_innermost_coordinate_off_16_bytes_is_misaligned(load, store, wrong):
+    src, image = np.zeros((8, 64), np.float16), np.zeros(512, np.uint8)
+    maps = tensor_map(src, (8, 32)), tensor_map(src, (8, 32))
+    message = f"innermost coordinate {wrong} of a tensor copy is misaligned: {2 * wrong} bytes are no multiple of 16"
+    with pytest.raises(MemoryFault, match=message):
+        launch(TMA, "copy<2>", (*maps, image, 512, load, 0, 0, store, 0, 0), shared=512)
 
 
 @pytest.mark.parametrize("completion", ["late", "early", "random"])

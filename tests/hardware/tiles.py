@@ -7,7 +7,17 @@ from hardware.family import HOPPER, Family
 from rawops._runtime import device as devices
 from rawops._runtime.tensormap import TensorMap
 
-_CORNERS = [(0, 0, 0), (8, 3, 1), (-4, -2, -1), (56, 15, 4), (-9, 19, 5), (1000, 0, 0), (0, -50, 2)]
+
+def _corners(shape: tuple[int, ...], itemsize: int) -> np.ndarray:
+    """Corners, innermost coordinate first, of boxes inside, across each edge and outside.
+
+    The innermost coordinate is free only in steps of 16 bytes; anything else faults.
+    """
+    unit = 16 // itemsize
+    last = shape[-1] // unit * unit - unit
+    far = 125 * unit
+    corners = [(0, 0, 0), (unit, 3, 1), (-unit, -2, -1), (last, 15, 4), (-2 * unit, 19, 5), (far, 0, 0), (0, -50, 2)]
+    return np.array(corners, np.int32)
 
 
 def _map(array, box: tuple[int, ...], swizzle: int, fill: str = "zero", steps: tuple[int, ...] = ()) -> TensorMap:
@@ -21,39 +31,41 @@ def _encoded(tensor_map: TensorMap) -> bytes:
     return tensor_map.encode_emulated() if devices.emulated() else tensor_map.encode_driver()
 
 
-def _load(dtype: str, shape, box, swizzle: int, fill: str = "zero", steps=()) -> Family:
-    """Boxes of a tensor, with corners inside, across each edge and outside."""
-    name = f"tiles load {dtype} {box} swizzle {swizzle} {fill} {steps}"
+def _load(dtype: str, shape, box, swizzle: int, fill: str = "zero", steps=(), cut: int = 0) -> Family:
+    """Boxes of a tensor that lacks the last `cut` columns of its storage."""
+    name = f"tiles load {dtype} {box} swizzle {swizzle} {fill} {steps}{f' cut {cut}' if cut else ''}"
     itemsize = np.dtype(dtype).itemsize
     steps = steps or (1,) * len(box)
     box_bytes = int(np.prod([-(-n // step) for n, step in zip(box, steps, strict=True)])) * itemsize
 
     def inputs(name: str) -> tuple[np.ndarray, ...]:
         tensor = operands.words(operands.stream(name), 8 * itemsize, *shape).view(dtype)
-        return tensor, np.array(_CORNERS, np.int32)
+        return tensor, _corners(shape, itemsize)
 
     def arguments(inputs, out) -> tuple:
         tensor, corners = inputs
+        tensor = tensor[..., : shape[-1] - cut]
         return _encoded(_map(tensor, box, swizzle, fill, steps)), corners, out, box_bytes
 
-    shape_out = (len(_CORNERS), box_bytes // 2)
+    blocks = len(_corners(shape, itemsize))
     return Family(
-        name, "tma.cu", f"load<{len(box)}>", inputs, shape_out, archs=HOPPER, grid=len(_CORNERS), block=64,
-        arguments=arguments,
+        name, "tma.cu", f"load<{len(box)}>", inputs, (blocks, box_bytes // 2), archs=HOPPER, grid=blocks,
+        block=64, arguments=arguments,
     )  # fmt: skip
 
 
-def _store(dtype: str, shape, box, swizzle: int, add: bool = False) -> Family:
-    """Boxes side by side across the edges; they overlap where they are added."""
+def _store(dtype: str, shape, box, swizzle: int, add: bool = False, cut: int = 0) -> Family:
+    """Boxes side by side across the edges; they overlap where they are added. `cut` as in `_load`."""
     width, height = box[-1], box[-2]
     overlap = width // 2 if add else 0
-    corners = [(-4, -3, 0), (-4 + width - overlap, -3, 0), (8, -3 + height, 1)]
+    unit = 16 // np.dtype(dtype).itemsize
+    corners = [(-unit, -3, 0), (-unit + width - overlap, -3, 0), (unit, -3 + height, 1)]
 
     def arguments(inputs, out) -> tuple:
-        return _encoded(_map(out, box, swizzle)), *inputs, out
+        return _encoded(_map(out[..., : shape[-1] - cut], box, swizzle)), *inputs, out
 
     return Family(
-        f"tiles store {dtype} {box} swizzle {swizzle}{' add' if add else ''}", "tma.cu",
+        f"tiles store {dtype} {box} swizzle {swizzle}{' add' if add else ''}{f' cut {cut}' if cut else ''}", "tma.cu",
         f"store<{len(box)}, {'true' if add else 'false'}>", lambda name: (np.array(corners, np.int32),), shape,
         np.dtype(dtype).type, archs=HOPPER, grid=len(corners), block=64, arguments=arguments,
     )  # fmt: skip
@@ -78,7 +90,9 @@ TILES = [
     _load("uint16", (20, 72), (8, 32), 64),
     _load("uint16", (20, 72), (16, 64), 128),
     _load("uint16", (20, 72), (16, 24), 64),
+    _load("uint16", (20, 72), (8, 32), 64, cut=3),
     _load("float16", (20, 72), (8, 32), 64, "nan"),
+    _load("float16", (20, 72), (8, 24), 0, "nan", cut=5),
     _load("float32", (20, 72), (8, 16), 64, "nan"),
     _load("uint32", (20, 72), (8, 8), 0, "zero", (2, 1)),
     _load("uint8", (20, 80), (8, 128), 128),
@@ -89,6 +103,7 @@ TILES = [
     _store("uint16", (20, 72), (8, 16), 32),
     _store("uint16", (20, 72), (8, 32), 64),
     _store("uint16", (20, 72), (16, 64), 128),
+    _store("uint16", (20, 24), (8, 16), 0, cut=5),
     _store("uint32", (20, 36), (8, 16), 64, add=True),
     _store("uint32", (3, 20, 40), (2, 4, 16), 64),
     _multicast(),

@@ -76,7 +76,7 @@ def decode_map(raw: bytes) -> TensorMap | None:
 
 
 class Box:
-    """The part of a tensor that one copy touches, in units of 16 bytes or, if it does not fit them, elements.
+    """The part of a tensor that one copy touches, in units of 16 bytes or, if the tensor's rows end inside one, elements.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class Box:
 
     def __init__(self, tensor: TensorMap, coordinates: tuple[int, ...]) -> None:
         first, width = coordinates[0] * tensor.itemsize, tensor.sizes[0] * tensor.itemsize
-        self.unit = 16 if first % 16 == 0 and width % 16 == 0 else tensor.itemsize
+        self.unit = 16 if width % 16 == 0 else tensor.itemsize
         offsets = first + np.arange(tensor.row_bytes // self.unit) * self.unit
         inside = (offsets >= 0) & (offsets < width)
         for axis in range(1, len(coordinates)):
@@ -143,6 +143,12 @@ class _TensorCopy:
                 raise self._ctx.error(EmulatorError, message, lane)
             if there[i] % 128:
                 message = f"the shared address 0x{there[i]:x} of a tensor copy is not aligned to 128 bytes"
+                raise self._ctx.error(MemoryFault, message, lane)
+            if columns[0][i] * tensor.itemsize % 16:
+                message = (
+                    f"the innermost coordinate {columns[0][i]} of a tensor copy is misaligned: "
+                    f"{columns[0][i] * tensor.itemsize} bytes are no multiple of 16"
+                )
                 raise self._ctx.error(MemoryFault, message, lane)
             yield i, lane, tensor, Box(tensor, tuple(column[i] for column in columns)), there[i]
 
