@@ -244,6 +244,27 @@ extern "C" __global__ void k(int* y) {
     assert "threads 32-63" in message
 
 
+def test_a_loop_that_never_ends():
+    source = """
+extern "C" __global__ void k(int* x, int n) {
+    for (unsigned i = threadIdx.x; i >= 0; i += n) x[i % 32] += 1;
+}
+"""
+    with pytest.raises(EmulatorError, match=r"kernel.cu:3.*goes on after 2000 steps: does this loop end") as caught:
+        launch(source, 1, 32, np.zeros(32, np.int32), np.int32(1), max_steps=2000)
+    assert "block (0, 0, 0), thread (0, 0, 0)" in str(caught.value)
+
+
+def test_barrier_number_that_differs_inside_a_warp():
+    source = """
+extern "C" __global__ void k(int n) {
+    asm volatile("bar.sync %0, 32;" :: "r"(threadIdx.x % n));
+}
+"""
+    with pytest.raises(BarrierError, match="barrier number or count differs inside a warp"):
+        launch(source, 1, 32, np.int32(2))
+
+
 def test_shuffle_without_its_partners():
     source = """
 extern "C" __global__ void k(int* y) {

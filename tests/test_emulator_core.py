@@ -54,6 +54,27 @@ def rng():
     return np.random.default_rng(7)
 
 
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_barriers_named_by_registers(completion):
+    source = """
+extern "C" __global__ void k(const int* x, int* y) {
+    __shared__ int s[256];
+    int t = threadIdx.x, group = t / 64;
+    s[t] = x[t];
+    if (group == 3) group += 2;
+    asm volatile("bar.sync %0, %1;" :: "r"(group + 1), "r"(64) : "memory");
+    y[t] = s[t ^ 63];
+    if (t < 32) asm volatile("bar.arrive %0, %1;" :: "r"(group + 7), "r"(256) : "memory");
+    else asm volatile("bar.sync %0, 256;" :: "r"(group / 8 + 7) : "memory");
+    y[t] += s[t % 32];
+}
+"""
+    x, y = np.arange(256, dtype=np.int32) ** 2, np.zeros(256, np.int32)
+    report = launch(source, 1, 256, x, y, completion=completion)
+    assert np.array_equal(y, x[np.arange(256) ^ 63] + x[np.arange(256) % 32])
+    assert report.barriers == 5
+
+
 SAXPY = """
 extern "C" __global__ void k(float a, const float* x, float* y, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -27,6 +27,7 @@ def emulate_launch(
     seed: int = 0,
     kernel_name: str | None = None,
     resident_lanes: int = 4096,
+    max_steps: int = 50_000_000,
 ) -> LaunchReport:
     """Run a kernel.
 
@@ -54,10 +55,13 @@ def emulate_launch(
     resident_lanes : int
         About how many threads are executed together. A speed matter only: blocks that wait for each other
         through global memory get on whatever it is.
+    max_steps : int
+        Instructions, executed for a group of threads each, after which the launch is taken for one that never
+        ends. The default is minutes of emulation.
 
     Raises
     ------
-    MemoryFault, RaceError, UninitializedRead, BarrierError, UnsupportedPTX
+    MemoryFault, RaceError, UninitializedRead, BarrierError, UnsupportedPTX, EmulatorError
         With kernel, source line, block and thread in the message.
     """
     if completion not in ("late", "early", "random"):
@@ -74,5 +78,6 @@ def emulate_launch(
         seed=seed,
         kernel_name=kernel_name or program.entry.name,
         resident_lanes=resident_lanes,
+        max_steps=max_steps,
     )
     return launch.run()

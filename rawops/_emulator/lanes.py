@@ -105,9 +105,9 @@ class Lanes:
 
 @dataclass(slots=True)
 class Wait:
-    """Returned by an instruction's `run`: these lanes may not go on yet.
+    """Returned by an instruction's `run`, in a list: these lanes may not go on yet.
 
-    Lanes of the call that are not in `lanes` go on at once. The waiting ones are looked at again when
+    Lanes of the call that wait for nothing go on at once. The waiting ones are looked at again when
     nothing else in the batch can run, and continue at the *next* instruction when `ready` says so.
 
     Attributes

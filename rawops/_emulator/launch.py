@@ -37,8 +37,9 @@ class Launch:
         When asynchronous operations complete.
     rng : numpy.random.Generator or None
         With completion "random": the order in which warps proceed.
-    steps, progress : int
-        Instructions executed; how often memory that others may wait for has changed.
+    steps, max_steps, progress : int
+        Instructions executed, by a group of threads each, and how many may be; how often memory that others may
+        wait for has changed.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Launch:
         seed: int,
         kernel_name: str,
         resident_lanes: int,
+        max_steps: int,
     ) -> None:
         self.program = program
         self.grid, self.block, self.cluster = grid, block, program.cluster
@@ -71,6 +73,7 @@ class Launch:
         self.report = LaunchReport(program, kernel_name, grid, block)
         self.steps = 0
         self.progress = 0
+        self.max_steps = max_steps
         self._resident_lanes = resident_lanes
         self._globals = _map_globals(program, memory)
         self._shared_granule = _smallest_shared_access(program)

@@ -149,12 +149,13 @@ class Machine:
                     if ready is None:
                         return None
                     start, lanes = index, ready
-            wait = step.run(lanes)
+            waits = step.run(lanes)
             index += 1
-            if wait is not None:
+            if waits is not None:
                 self._count(start, index, lanes)
-                self._waiting.append((index, wait))
-                lanes = lanes.without(wait.lanes)
+                for wait in waits:
+                    self._waiting.append((index, wait))
+                    lanes = lanes.without(wait.lanes)
                 if not lanes.n:
                     return None
                 start = index
@@ -162,8 +163,12 @@ class Machine:
         return lanes
 
     def _count(self, start: int, end: int, lanes: Lanes) -> None:
-        self.ctx.launch.report.ran(start, end, lanes.warp_count)
-        self.ctx.launch.steps += end - start
+        launch = self.ctx.launch
+        launch.report.ran(start, end, lanes.warp_count)
+        launch.steps += end - start
+        if launch.steps > launch.max_steps:
+            message = f"the launch goes on after {launch.max_steps} steps: does this loop end?"
+            raise self.ctx.error(EmulatorError, message, lanes.ids[0])
 
     # ---- instructions --------------------------------------------------------------------------------
 

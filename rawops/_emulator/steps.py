@@ -90,7 +90,7 @@ def _polls(ins: Instruction) -> bool:
 
 
 def _guarded(run: Run, guard: Callable[[Lanes], np.ndarray]) -> Run:
-    def run_guarded(lanes: Lanes) -> Wait | None:
+    def run_guarded(lanes: Lanes) -> list[Wait] | None:
         on = guard(lanes)
         if on.all():
             return run(lanes)

@@ -10,8 +10,8 @@ A family registers *binders*::
         return run
 
 `run(lanes)` executes the instruction for a `Lanes` group and returns None (the lanes go on to the next
-instruction) or a `Wait`. Guards (`@%p`) are applied before `run` is called; `lanes` is never empty.
-Control flow (bra, brx, call, ret, exit) is the machine's own.
+instruction) or the `Wait` of each part of it that may not go on yet. Guards (`@%p`) are applied before `run`
+is called; `lanes` is never empty. Control flow (bra, brx, call, ret, exit) is the machine's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..lanes import Lanes, Wait
     from ..parser import Instruction
 
-Run = Callable[["Lanes"], "Wait | None"]
+Run = Callable[["Lanes"], "list[Wait] | None"]
 Binder = Callable[["Instruction", "Context"], Run]
 
 

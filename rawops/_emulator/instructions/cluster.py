@@ -114,7 +114,7 @@ def barrier_cluster(ins: Instruction, ctx: Context) -> Run:
     def arrive(lanes: Lanes) -> None:
         barrier().arrive(lanes, "relaxed" not in given)
 
-    def wait(lanes: Lanes) -> Wait | None:
+    def wait(lanes: Lanes) -> list[Wait] | None:
         state = barrier()
         passed = state.passed(lanes)
         if passed.any():
@@ -125,6 +125,6 @@ def barrier_cluster(ins: Instruction, ctx: Context) -> Run:
         def why(waiting: Lanes) -> str:
             return f"the cluster barrier ({state.missing(waiting)} threads have not arrived)"
 
-        return Wait(lanes.select(~passed), state.passed, why, state.acquire)
+        return [Wait(lanes.select(~passed), state.passed, why, state.acquire)]
 
     return arrive if "arrive" in given else wait

@@ -116,10 +116,12 @@ def bar(ins: Instruction, ctx: Context) -> Run:
     get_number = ctx.reader(operands[0], "u32")
     get_count = ctx.reader(operands[1] if len(operands) > 1 else Imm(0), "u32")
 
-    def run(lanes: Lanes) -> Wait | None:
+    def run(lanes: Lanes) -> list[Wait] | None:
+        groups = _by_barrier(ctx, lanes, get_number(lanes), get_count(lanes))
+        return [wait for group in groups if (wait := arrive(*group))] or None
+
+    def arrive(number: int, count: int, lanes: Lanes) -> Wait | None:
         barriers: Barriers = ctx.state("barriers", lambda: Barriers(ctx))
-        number = _uniform(ctx, get_number(lanes), lanes)
-        count = _uniform(ctx, get_count(lanes), lanes)
         if number >= _BARRIERS or count % 32:
             raise ctx.error(BarrierError, f"barrier {number} for {count} threads", lanes.ids[0])
         if predicate is not None:
@@ -156,12 +158,18 @@ def _why(ctx: Context, barriers: Barriers, number: int, lanes: Lanes) -> str:
     return f"barrier {number} ({int(barriers.arrived[block[0], number])} of {needed} threads arrived)"
 
 
-def _uniform(ctx: Context, values: Any, lanes: Lanes) -> int:
-    """A barrier operand, which has to be the same in all lanes that execute together."""
-    values = np.atleast_1d(values)
-    if (values != values[0]).any():
-        raise ctx.error(BarrierError, "barrier number or count differs between the threads here", lanes.ids[0])
-    return int(values[0])
+def _by_barrier(ctx: Context, lanes: Lanes, numbers: Any, counts: Any) -> list[tuple[int, int, Lanes]]:
+    """Number and count of each barrier that warps of a group are at, and those warps."""
+    if not np.ndim(numbers) and not np.ndim(counts):
+        return [(int(numbers), int(counts), lanes)]
+    keys = np.broadcast_to(numbers, lanes.n).astype(np.uint64) << np.uint64(32) | counts
+    groups = []
+    for key in np.unique(keys).tolist():
+        group = lanes.select(keys == key)
+        if not group.whole_warps:
+            raise ctx.error(BarrierError, "barrier number or count differs inside a warp", group.ids[0])
+        groups.append((key >> 32, key & 0xFFFFFFFF, group))
+    return groups
 
 
 def _reduction(ins: Instruction, ctx: Context, operands: list[Any]) -> tuple[Any, Any]:

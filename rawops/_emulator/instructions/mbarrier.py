@@ -322,7 +322,7 @@ def wait(ins: Instruction, ctx: Context) -> Run:
     def why(lanes: Lanes) -> str:
         return ", ".join(str(barrier) for barrier, _ in barriers(ctx, address(lanes), lanes.ids))
 
-    def run(lanes: Lanes) -> Wait | None:
+    def run(lanes: Lanes) -> list[Wait] | None:
         done = completed(lanes)
         if done.any():
             go_on(lanes.select(done))
@@ -332,6 +332,6 @@ def wait(ins: Instruction, ctx: Context) -> Run:
         if "test_wait" in given:
             put(rest, False)
             return None
-        return Wait(rest, completed, why, go_on, lambda lanes: put(lanes, False))
+        return [Wait(rest, completed, why, go_on, lambda lanes: put(lanes, False))]
 
     return run

@@ -76,7 +76,7 @@ def decode_map(raw: bytes) -> TensorMap | None:
 
 
 class Box:
-    """The part of a tensor that one copy touches, in units of 16 bytes or, if the tensor's rows end inside one, elements.
+    """The part of a tensor that one copy touches, in units of 16 bytes or, where its rows end inside one, elements.
 
     Attributes
     ----------
