@@ -23,13 +23,11 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct LoraRider {
     using TileY = SharedTile<float, Tile::BLOCK_M, RANK>;
     static constexpr int BYTES = Loader::Tile::BYTES;
     static constexpr int ATOMS = max_of(RANK / 8 / Tile::WARPS_N, 1);  // of a warp, side by side
-    static constexpr int PAIRS = ceil_div(ATOMS, 2);
     static constexpr int WARPS = RANK / 8 / ATOMS;                     // along N, that have any
 
     Loader loader;
     Reader reader;
     int warp_n;
-    uint32_t fragments[2][PAIRS][4];
     float acc[Tile::ATOMS_M][ATOMS][4] = {};
 
     __device__ LoraRider(const LoraOperands& lora, int k_begin, int thread)
@@ -40,29 +38,20 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct LoraRider {
     __device__ void fetch(uint32_t tile, int k_count) { loader.fetch(tile, k_count); }
     __device__ void store(uint32_t tile) const { loader.store(tile); }
 
-    // Reads the columns for an atom's K ahead of its use, as the main loop does with its own fragments.
-    __device__ void read(uint32_t tile, int k_step) {
+    template <class Fragments> __device__ void multiply(uint32_t tile, int k_step, const Fragments& x) {
         if (WARPS < Tile::WARPS_N && warp_n >= WARPS) return;
 #pragma unroll
-        for (int j = 0; j < PAIRS; ++j) {
-            uint32_t (&a)[4] = fragments[k_step % 2][j];
-            reader.load(a, tile, j, k_step);
+        for (int j = 0; j < ATOMS; j += 2) {
+            uint32_t a[4];
+            reader.load(a, tile, j / 2, k_step);
             if (ATOMS == 1 && warp_n % 2 != 0) {  // the reader gives 16 columns, of which this warp has the second 8
                 a[0] = a[1];
                 a[2] = a[3];
             }
-        }
-    }
-
-    template <class Fragments> __device__ void multiply(int k_step, const Fragments& x) {
-        if (WARPS < Tile::WARPS_N && warp_n >= WARPS) return;
-#pragma unroll
-        for (int j = 0; j < PAIRS; ++j) {
-            const uint32_t (&a)[4] = fragments[k_step % 2][j];
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M; ++i) {
-                Tile::Atom::multiply(acc[i][2 * j], x[i], a[0], a[2]);
-                if constexpr (ATOMS > 1) Tile::Atom::multiply(acc[i][2 * j + 1], x[i], a[1], a[3]);
+                Tile::Atom::multiply(acc[i][j], x[i], a[0], a[2]);
+                if constexpr (ATOMS > 1) Tile::Atom::multiply(acc[i][j + 1], x[i], a[1], a[3]);
             }
         }
     }

@@ -32,8 +32,7 @@ struct NoRider {
     static constexpr int BYTES = 0;
     __device__ void fetch(uint32_t, int) {}
     __device__ void store(uint32_t) {}
-    __device__ void read(uint32_t, int) {}
-    template <class Fragments> __device__ void multiply(int, const Fragments&) {}
+    template <class Fragments> __device__ void multiply(uint32_t, int, const Fragments&) {}
 };
 
 template <class Tile, class Rider = NoRider>
@@ -53,7 +52,6 @@ __device__ inline void multiply_stage(typename Tile::Accumulators& acc, const ty
         for (int i = 0; i < Tile::ATOMS_M; ++i) reader_a.load(a[k_step % 2][i], stage, i, k_step);
 #pragma unroll
         for (int j = 0; j < Tile::ATOMS_N / 2; ++j) reader_b.load(b[k_step % 2][j], stage_b, j, k_step);
-        rider.read(stage_rider, k_step);
     };
 
     read(0);
@@ -69,7 +67,7 @@ __device__ inline void multiply_stage(typename Tile::Accumulators& acc, const ty
                 Tile::Atom::multiply(acc[i][j], a_now[i], b_now[j / 2][j % 2], b_now[j / 2][j % 2 + 2]);
             }
         }
-        rider.multiply(k_step, a_now);
+        rider.multiply(stage_rider, k_step, a_now);
     }
 }
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from ..errors import EmulatorError
 from .lanes import Lanes, pack_warps
-from .operands import Imm, Mem, Not, Operand, Reg, Special, Sym
+from .operands import Imm, Mem, Not, Operand, Reg, Rows, Special, Sym
 from .parser import Instruction, Program
 from .special import SM_COUNT, is_volatile, special_register
 from .types import DTYPE, PACKED, SINT, SIZE, UINT, is_signed
 
 if TYPE_CHECKING:
-    from .machine import Launch
+    from .launch import Launch
     from .spaces import Space
 
 Get = Callable[[Lanes], Any]
@@ -181,6 +181,9 @@ class Context:
             return lambda lanes: ~get(lanes)
         if isinstance(operand, Special):
             return self._special_reader(operand, ptx_type)
+        if isinstance(operand, Rows):
+            gets = [self.reader(register, ptx_type) for register in operand.registers]
+            return lambda lanes: np.concatenate([get(lanes) for get in gets])
         whole = self.whole(operand, ptx_type)
         if not isinstance(whole, np.ndarray):
             return lambda lanes: whole
@@ -204,6 +207,8 @@ class Context:
 
         `values` has shape (n,) (2n if packed) or is a scalar. The sink ``_`` swallows everything.
         """
+        if isinstance(operand, Rows):
+            return self._rows_writer([self.writer(register, ptx_type) for register in operand.registers])
         if not isinstance(operand, Reg):
             return lambda lanes, values: None
         bits = self.register(operand)
@@ -215,6 +220,14 @@ class Context:
         elif size == bits.itemsize:
             bits = bits.view(DTYPE[ptx_type])
         return lambda lanes, values: _put(bits, lanes, values)
+
+    @staticmethod
+    def _rows_writer(puts: list[Put]) -> Put:
+        def put_rows(lanes: Lanes, values: np.ndarray) -> None:
+            for put, row in zip(puts, values.reshape(len(puts), -1), strict=True):
+                put(lanes, row)
+
+        return put_rows
 
     def elementwise(
         self,

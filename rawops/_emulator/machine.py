@@ -150,7 +150,7 @@ class Machine:
                         return None
                     start, lanes = index, ready
             waits = step.run(lanes)
-            index += 1
+            index += step.length
             if waits is not None:
                 self._count(start, index, lanes)
                 for wait in waits:
@@ -173,9 +173,8 @@ class Machine:
     # ---- instructions --------------------------------------------------------------------------------
 
     def _bind(self, index: int) -> Step:
-        ins = self._code[index]
-        self.ctx.current = ins
-        step = self._steps[index] = bind(ins, self.ctx)
+        self.ctx.current = self._code[index]
+        step = self._steps[index] = bind(self._code[index : self._ends[index]], self.ctx)
         return step
 
     def _gather(self, index: int, lanes: Lanes, step: Step) -> Lanes | None:

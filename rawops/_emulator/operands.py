@@ -99,13 +99,20 @@ class Mem:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The same operand of several instructions that run as one: their registers end to end."""
+
+    registers: tuple[Reg, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Operands in parentheses, as in a call."""
 
     items: tuple[Operand, ...]
 
 
-Operand = Reg | Not | Imm | Special | Sym | Vec | Pair | Sink | Mem | Group
+Operand = Reg | Not | Imm | Special | Sym | Vec | Pair | Sink | Mem | Rows | Group
 
 
 def read_operands(text: str, name: Callable[[str], Operand]) -> tuple[Operand, ...]:

@@ -14,8 +14,8 @@ _F32_NAN = CANONICAL_NAN["f32"]
 _F64_NAN = np.uint64(0xFFF8000000000000)
 _F64_QUIET = np.uint64(0x0008000000000000)
 _F16_TINY = np.finfo(np.float16).tiny
-_LOW_BITS = np.uint64(0x1FFFFFFF)  # of a float64, those below the last bit of a float32
-_HALF = np.uint64(0x10000000)
+_SURPLUS = np.int64(35)  # shifts out of a float64 what fits a float32
+_HALFWAY = -(1 << 63)
 _EXPONENT = np.uint32(0x7F800000)
 _SPLITTER = 134217729.0  # 2**27 + 1
 
@@ -76,14 +76,15 @@ def to_odd(total: np.ndarray, error: np.ndarray) -> np.ndarray:
 
 def fma32(a: Any, b: Any, c: Any) -> np.ndarray:
     """a * b + c in float32 with one rounding, ties to even."""
-    product = np.multiply(a, b, dtype=np.float64)  # exact
-    total = product + c
-    result = np.asarray(total, np.float64).astype(np.float32)
-    bits = np.asarray(total).view(np.uint64)
-    # Two roundings differ from one only where the first lands halfway between two float32. Below the normal
-    # range "halfway" is elsewhere, so look at all of those.
-    if ((bits & _LOW_BITS) == _HALF).any() or not (result.view(np.uint32) & _EXPONENT).all():
-        _undo_double_rounding(result, total, product, c)
+    total = np.multiply(a, b, dtype=np.float64)  # exact
+    total = np.add(total, c, out=total if total.shape else None)
+    result = np.asarray(total).astype(np.float32)
+    # Two roundings differ from one only where the first lands halfway between two float32: where the bits of
+    # float64 that float32 lacks are a one and zeros. Below the normal range "halfway" is elsewhere, so look at
+    # all of those.
+    low = np.asarray(total).view(np.int64) << _SURPLUS
+    if low.min() == _HALFWAY or not (result.view(np.uint32) & _EXPONENT).all():
+        _undo_double_rounding(result, total, np.multiply(a, b, dtype=np.float64), c)
     return result
 
 

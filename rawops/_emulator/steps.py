@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .instructions import Run, lookup
 from .lanes import Lanes, Wait
-from .operands import Not, Operand
+from .operands import Imm, Not, Operand, Reg, Rows
 
 if TYPE_CHECKING:
     from .context import Context
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 _TERMINATORS = frozenset({"bra", "brx", "call", "ret", "exit"})
 _STRONG = frozenset({"volatile", "relaxed", "acquire"})
+
+# How few instructions are not worth running as one, and how many values overflow the cache.
+_MIN_FUSED = 4
+_MAX_FUSED_VALUES = 32768
 
 
 @dataclass(slots=True, eq=False)
@@ -32,17 +36,28 @@ class Step:
         For the others: the lanes' guard values.
     complete : callable or None
         For the others: which lanes of a group have all partners in it.
+    length : int
+        How many instructions it stands for.
     """
 
     ins: Instruction
     run: Run
     guard: Callable[[Lanes], np.ndarray] | None = None
     complete: Callable[[Lanes], np.ndarray] | None = None
+    length: int = 1
 
 
-def bind(ins: Instruction, ctx: Context) -> Step:
-    """Make the closure of an instruction, and what decides when its lanes are complete."""
+def bind(code: list[Instruction], ctx: Context) -> Step:
+    """Make the closure of the first instruction of a basic block, and what decides when its lanes are complete.
+
+    Neighbours that do the same to other registers, as in an unrolled loop, go into the same step.
+    """
+    ins = code[0]
     entry = lookup(ins)
+    if entry.fuses:
+        like = _alike(code[: _MAX_FUSED_VALUES // ctx.L])
+        if len(like) >= _MIN_FUSED:
+            return Step(ins, entry.binder(_fused(like), ctx), length=len(like))
     run = entry.binder(ins, ctx)
     guard = None if ins.guard is None else guard_of(ins, ctx)
     if entry.scope == "lane":
@@ -51,6 +66,28 @@ def bind(ins: Instruction, ctx: Context) -> Step:
         return Step(ins, run, guard, lambda lanes: lanes.in_whole_groups)
     complete = _members(ctx, ins.operands[-1]) if entry.member_mask else _whole_warps(ctx)
     return Step(ins, run, guard, complete)
+
+
+def _alike(code: list[Instruction]) -> list[Instruction]:
+    """The first instructions that may run at once: the same but for registers, none using another's result."""
+    written: set[Operand] = set()
+    for count, ins in enumerate(code):
+        target, *sources = ins.operands
+        same = ins.opcode == code[0].opcode and ins.guard is None and "cc" not in ins.opcode
+        fits = all(
+            isinstance(op, Reg) if isinstance(first, Reg) else isinstance(first, Imm) and op == first
+            for op, first in zip(ins.operands, code[0].operands, strict=False)
+        )
+        if not (same and fits) or target in written or not written.isdisjoint(sources):
+            return code[:count]
+        written.add(target)
+    return code
+
+
+def _fused(code: list[Instruction]) -> Instruction:
+    """One instruction for several that are alike."""
+    columns = zip(*(ins.operands for ins in code), strict=True)
+    return replace(code[0], operands=tuple(Rows(c) if isinstance(c[0], Reg) else c[0] for c in columns))
 
 
 def guard_of(ins: Instruction, ctx: Context) -> Callable[[Lanes], np.ndarray]:

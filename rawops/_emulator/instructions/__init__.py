@@ -49,19 +49,23 @@ class Entry:
         lane of the warp has to.
     kind : str
         The class under which the report counts the instruction.
+    fuses : bool
+        Neighbours with the same opcode may run as one instruction with `Rows` of registers: what it computes
+        depends on its operands alone, element by element.
     """
 
     binder: Binder
     scope: str
     member_mask: bool
     kind: str
+    fuses: bool
 
 
 _REGISTRY: dict[str, Entry] = {}
 
 
 def instruction(
-    *names: str, scope: str = "lane", member_mask: bool = False, kind: str = "integer"
+    *names: str, scope: str = "lane", member_mask: bool = False, kind: str = "integer", fuses: bool = False
 ) -> Callable[[Binder], Binder]:
     """Register a binder for opcodes.
 
@@ -70,7 +74,7 @@ def instruction(
     *names : str
         First tokens of the opcode ("shfl") or several of them ("cp.async.bulk"): the longest registered
         name that the opcode starts with wins.
-    scope, member_mask, kind
+    scope, member_mask, kind, fuses
         See `Entry`. `kind` is one of "integer", "float", "convert", "move", "memory", "control", "warp",
         "barrier", "matrix", "async"; "arithmetic" is split into integer and float by type.
     """
@@ -79,7 +83,7 @@ def instruction(
         for name in names:
             if name in _REGISTRY:
                 raise ValueError(f"instruction {name!r} is registered twice")
-            _REGISTRY[name] = Entry(binder, scope, member_mask, kind)
+            _REGISTRY[name] = Entry(binder, scope, member_mask, kind, fuses)
         return binder
 
     return register

@@ -20,7 +20,7 @@ _CARRY = Reg("%cc", "pred")
 _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 
 
-@instruction("add", "sub", "mul", "mad", "fma", "div", "abs", "neg", "min", "max", kind="arithmetic")
+@instruction("add", "sub", "mul", "mad", "fma", "div", "abs", "neg", "min", "max", kind="arithmetic", fuses=True)
 def arithmetic(ins: Instruction, ctx: Context) -> Run:
     """Dispatch on the type, which is the last modifier."""
     kind = ins.opcode[-1]

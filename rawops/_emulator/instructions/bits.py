@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _BINARY = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
-@instruction("and", "or", "xor", "not")
+@instruction("and", "or", "xor", "not", fuses=True)
 def logic(ins: Instruction, ctx: Context) -> Run:
     """Bitwise logic, on predicates too."""
     options(ins, "pred", DTYPE)
@@ -34,7 +34,7 @@ def cnot(ins: Instruction, ctx: Context) -> Run:
     return ctx.elementwise(lambda a: np.asarray(a) == 0, ins.operands[0], kind, (ins.operands[1], kind))
 
 
-@instruction("shl", "shr")
+@instruction("shl", "shr", fuses=True)
 def shift(ins: Instruction, ctx: Context) -> Run:
     """Shifts; NumPy, like PTX, shifts everything out where the amount is too large."""
     options(ins, "", DTYPE)

@@ -30,7 +30,7 @@ _FLOAT_SIZE = {"f16": 2, "bf16": 2, "tf32": 3, "f32": 4, "f64": 8}
 _BF16_MAX = 3.3895313892515355e38
 
 
-@instruction("cvt", kind="convert")
+@instruction("cvt", kind="convert", fuses=True)
 def cvt(ins: Instruction, ctx: Context) -> Run:
     """All conversions: integer and float, packed halves, float8."""
     if ins.opcode[1] == "pack":

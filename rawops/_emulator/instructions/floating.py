@@ -254,7 +254,7 @@ _APPROXIMATE: dict[str, Fn] = {
 }
 
 
-@instruction("ex2", "lg2", "sin", "cos", "tanh", "rsqrt", "rcp", "sqrt", kind="float")
+@instruction("ex2", "lg2", "sin", "cos", "tanh", "rsqrt", "rcp", "sqrt", kind="float", fuses=True)
 def functions(ins: Instruction, ctx: Context) -> Run:
     """Functions of one float."""
     options(ins, "approx ftz rn rz rm rp", DTYPE)
