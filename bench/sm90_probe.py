@@ -1,13 +1,12 @@
-"""Temporary: the Hopper GEMM on a GPU, correctness first, then candidates beside cuBLAS. Tables come last.
+"""Temporary: the Hopper GEMM and LoRA on a GPU, correctness first, then candidates beside cuBLAS. Tables come last.
 
-    python bench/sm90_probe.py [--check] [--time] [--seconds 55]
-
-It drives `rawops._gemm_sm90` directly, so it needs no wiring in `rawops.gemm`.
+python bench/sm90_probe.py [check] [decode] [lora] [large] [--seconds 55]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -16,148 +15,186 @@ import time
 import cupy
 import numpy as np
 
+from rawops import _gemm_call, lora
 from rawops import _gemm_sm90 as sm90
+from rawops._gemm_call import Product
+from rawops._gemm_operands import Options
 from rawops._runtime import device as devices
 from rawops._runtime import dtypes
-from rawops.gemm import _CALL, _Operand, _pack_shape
 from rawops.testing.timing import graph_times, rotations
 
 START = time.perf_counter()
+NOTHING = (None, None, None)
 
 
-def operand(device, x, batch_axes: int = 3):
-    strides = [s // x.itemsize for s in x.strides]
-    *batch, row, col = [0] * (batch_axes + 2 - x.ndim) + strides
-    batch = [0 if n == 1 else s for n, s in zip((1,) * (batch_axes + 2 - x.ndim) + x.shape[:-2], batch, strict=True)]
-    return _Operand(dtypes.name(x.dtype), x.itemsize, device.pointer(x) % 16, row, col, batch)
-
-
-def prepare(device, a, b, out, activation=0, config=None, **epilogue):
-    """A function of (a, b, out) that launches; c, bias and residual are fixed."""
-    named = {"a": a, "b": b, "out": out, **{k: v for k, v in epilogue.items() if k != "beta"}}
-    operands = {
-        k: _Operand(dtypes.name(v.dtype), v.itemsize, 0, 0, 1, [0] * 3) if k == "bias" else operand(device, v)
-        for k, v in named.items()
-    }
-    M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
-    gated = activation == 5
-    cols = N // 2 if gated else N
-    extents = ((1,) * (5 - out.ndim) + out.shape)[:3]
-    select = sm90.select_config
-    if config is not None:
+@contextlib.contextmanager
+def forced(config):
+    """Let every product that is prepared meanwhile run with this configuration (None: the model's choice)."""
+    select, split, supports = sm90.select_config, sm90.wants_split, sm90.supports
+    if config == "sm80":
+        sm90.supports = lambda *_: False
+    elif config is not None:
         sm90.select_config = lambda *_: config
+        sm90.wants_split = lambda *_: False
     try:
-        plan = sm90.plan(device, operands, M, N, K, extents, activation)
+        yield
     finally:
-        sm90.select_config = select
-    fake = dataclasses.make_dataclass("Fake", ["k_per_split"])(K)
-    shape = _pack_shape(operands, (M, N, K, cols), extents, fake, cols if gated else 0)
-    pointers = [device.pointer(epilogue.get(k)) for k in ("c", "bias", "residual")]
-    beta = (0, float(epilogue.get("beta", 0.0)), 0)
-
-    def run(a, b, out):
-        at = [device.pointer(x) for x in (a, b, out)]
-        plan.run(*at, _CALL.pack(*at[:2], 0, 1.0, 0, at[2], *pointers, *beta) + shape)
-
-    run.plan = plan
-    return run
+        sm90.select_config, sm90.wants_split, sm90.supports = select, split, supports
 
 
-def make(shape, dtype, major: str, integers: bool, rng):
+def gemm_call(config, activation=None):
+    """A function of (a, b, out); a product of its own, so that it keeps its configuration."""
+    product = Product("gemm", Options(activation), workspaces={})
+
+    def call(a, b, out):
+        with forced(config):
+            product((a, b, out, *NOTHING))
+
+    return call
+
+
+def lora_call(config, scaling=1.0):
+    product = lora._LowRank("lora_linear", None, scaling, workspaces={})
+
+    def call(x, c, low_a, low_b, out):
+        with forced(config):
+            product((x, c, out, *NOTHING, low_a, low_b))
+
+    return call
+
+
+def make(shape, dtype, major: str, integers: bool, rng, scale=1.0):
     """A matrix whose last two axes are row-major ("n") or column-major ("t")."""
     stored = shape if major == "n" else (*shape[:-2], shape[-1], shape[-2])
     x = rng.integers(-3, 4, stored).astype("float32") if integers else rng.standard_normal(stored, dtype="float32")
-    x = x.astype(dtype)
+    x = (x * scale).astype(dtype)
     return x if major == "n" else x.swapaxes(-1, -2)
 
 
-def config_of(block_n, ping_pong, problem, device, stages=None, raster=None):
-    config = sm90._config(problem, block_n, ping_pong, device.sm_count, device.max_shared_bytes)
-    changes = {k: v for k, v in (("stages", stages), ("raster_rows", raster)) if v is not None}
+def config_of(device, problem, block_m, block_n, cluster=1, ping_pong=False, **changes):
+    config = sm90.configure(problem, device.sm_count, device.max_shared_bytes, block_m, block_n, cluster, ping_pong)
     return dataclasses.replace(config, **changes)
 
 
-CASES = [  # batch, M, N, K, layouts a b, dtype, out dtype, forced (block_n, ping_pong)
-    ((), 256, 512, 256, "nt", "bfloat16", "bfloat16", None),
-    ((), 256, 512, 256, "nn", "float16", "float16", None),
-    ((), 256, 512, 256, "tn", "bfloat16", "bfloat16", None),
-    ((), 256, 512, 256, "tt", "float16", "float16", None),
-    ((), 1000, 1000, 1000, "nt", "bfloat16", "bfloat16", (256, False)),
-    ((), 1000, 1000, 1000, "tn", "bfloat16", "bfloat16", (128, True)),
-    ((), 4096, 4096, 4096, "nt", "bfloat16", "bfloat16", None),
-    ((), 4096, 4104, 4072, "nn", "float16", "float16", None),
-    ((), 392, 720, 328, "nt", "bfloat16", "bfloat16", (208, False)),
-    ((), 392, 720, 328, "nt", "bfloat16", "bfloat16", (48, True)),
-    ((), 392, 725, 328, "nt", "bfloat16", "bfloat16", (176, False)),  # D cannot be staged
-    ((), 384, 720, 328, "tt", "float16", "float32", (256, False)),
-    ((3,), 136, 264, 200, "nt", "bfloat16", "bfloat16", None),
-    ((2, 3), 136, 264, 200, "tn", "float16", "float16", (64, True)),
+def named(c) -> str:
+    return f"{c.block_m}x{c.block_n} s{c.stages} c{c.cluster}" + (" pp" if c.ping_pong else "") + f" b{c.blocks}"
+
+
+# --- correctness ----------------------------------------------------------------------------------------------------
+
+CASES = [  # batch, M, N, K, layouts a b, dtype, out dtype, forced (block_m, block_n, cluster, ping_pong)
+    ((), 64, 1024, 512, "nt", "bfloat16", "bfloat16", (64, 256, 1, False)),
+    ((), 64, 1024, 512, "nn", "float16", "float16", (64, 256, 1, False)),
+    ((), 300, 1024, 512, "nn", "float16", "float16", (64, 256, 1, True)),
+    ((), 64, 1024, 520, "nt", "bfloat16", "bfloat16", (64, 128, 2, False)),
+    ((), 64, 1024, 520, "nt", "bfloat16", "bfloat16", (64, 192, 4, False)),
+    ((), 33, 1000, 4096, "nn", "float16", "float16", (64, 256, 8, False)),
+    ((), 64, 1000, 4096, "tn", "float16", "float32", (64, 128, 8, False)),
+    ((), 1000, 1000, 1000, "nt", "bfloat16", "bfloat16", (128, 128, 2, False)),
+    ((), 1000, 1000, 1000, "tn", "bfloat16", "bfloat16", (128, 192, 4, False)),
+    ((3,), 136, 264, 200, "nt", "bfloat16", "bfloat16", (128, 64, 2, False)),
     ((), 1, 4096, 4096, "nt", "bfloat16", "bfloat16", None),
     ((), 64, 6144, 4096, "nt", "bfloat16", "bfloat16", None),
+    ((), 4096, 4096, 4096, "nt", "bfloat16", "bfloat16", None),
+    ((), 392, 720, 328, "nt", "bfloat16", "bfloat16", (128, 208, 1, False)),
+    ((2, 3), 136, 264, 200, "tn", "float16", "float16", (128, 64, 1, True)),
 ]
+LORA_CASES = [  # M, N, K, rank, transposed as PEFT stores it, forced (block_m, block_n, cluster)
+    (64, 1024, 512, 16, False, (64, 256, 1)),
+    (64, 1024, 512, 8, True, (64, 256, 1)),
+    (40, 1000, 520, 64, False, (64, 256, 1)),
+    (64, 1000, 520, 24, True, (64, 128, 4)),
+    (64, 1024, 520, 40, True, (64, 256, 2)),
+    (300, 1000, 520, 16, False, (128, 256, 1)),
+    (300, 1000, 520, 64, True, (128, 192, 1)),
+    (300, 1000, 520, 16, True, (128, 128, 2)),
+]
+
+
+def guarded(shape, dtype):
+    whole = cupy.full(int(np.prod(shape)) + 512, cupy.nan, dtype="float32")
+    whole[:256] = whole[-256:] = 77
+    whole = whole.astype(dtype)
+    return whole, whole[256:-256].reshape(shape)
+
+
+def verdict(name, whole, out, exact, limit) -> tuple[bool, str]:
+    difference = cupy.abs(out.astype("float32") - exact.astype(out.dtype).astype("float32"))
+    error = float(difference.max() / cupy.abs(exact).max())
+    edges = cupy.concatenate([whole[:256], whole[-256:]]).astype("float32")
+    fine = error <= limit and bool((edges == 77).all())
+    return fine, f"{'ok ' if fine else 'BAD'} {name} error {error:.2e}"
 
 
 def check(device) -> bool:
     rng = cupy.random.default_rng(7)
-    rows, good = [], True
-    for (batch, M, N, K, layout, dtype, out_dtype, forced), integers in itertools.product(CASES, (True, False)):
+    good, rows = True, []
+    for (batch, M, N, K, layout, dtype, out_dtype, tile), integers in itertools.product(CASES, (True, False)):
         dtype, out_dtype = dtypes.numpy(dtype), dtypes.numpy(out_dtype)
-        a = make((*batch, M, K), dtype, layout[0], integers, rng)
-        b = make((*batch, K, N), dtype, layout[1], integers, rng)
-        whole = cupy.full(int(np.prod(batch)) * M * N + 512, cupy.nan, dtype="float32")
-        whole[:256] = whole[-256:] = 77
-        whole = whole.astype(out_dtype)
-        out = whole[256:-256].reshape(*batch, M, N)
-        problem = sm90.Problem(M, N, K, int(np.prod(batch)), layout[0] == "n", layout[1] == "t")
-        config = None if forced is None else config_of(*forced, problem, device)
-        run = prepare(device, a, b, out, config=config)
-        for _ in range(3):
-            run(a, b, out)
-        exact = cupy.matmul(a.astype("float32"), b.astype("float32"))
-        difference = cupy.abs(out.astype("float32") - exact.astype(out_dtype).astype("float32"))
-        error = float(difference.max() / cupy.abs(exact).max())
-        outside = cupy.concatenate([whole[:256].astype("float32"), whole[-256:].astype("float32")])
-        bands = bool((outside == 77).all())
-        limit = 0.0 if integers and K <= 200 else {2: 1e-2, 4: 1e-5}[out_dtype.itemsize]
-        fine = error <= limit and bands
-        good &= fine
-        c = run.plan.config
-        rows.append(
-            f"{'ok ' if fine else 'BAD'} {batch} {M}x{N}x{K} {layout} {dtype.name}->{out_dtype.name} "
-            f"{'int ' if integers else 'rand'} n{c.block_n} s{c.stages} pp{int(c.ping_pong)} error {error:.2e}"
+        a, b = (
+            make((*batch, M, K), dtype, layout[0], integers, rng),
+            make((*batch, K, N), dtype, layout[1], integers, rng),
         )
-    good &= check_epilogues(device, rng, rows)
+        whole, out = guarded((*batch, M, N), out_dtype)
+        problem = sm90.Problem(M, N, K, int(np.prod(batch)), layout[0] == "n", layout[1] == "t")
+        if out_dtype.itemsize == 4:
+            problem = dataclasses.replace(problem, finish=sm90.DIRECT)
+        config = None if tile is None else config_of(device, problem, *tile)
+        call = gemm_call(config)
+        results = []
+        for _ in range(3):
+            call(a, b, out)
+            results.append(out.copy())
+        same = all(bool((r == results[0]).all()) for r in results)
+        exact = cupy.matmul(a.astype("float32"), b.astype("float32"))
+        limit = 0.0 if integers and K <= 520 else {2: 1e-2, 4: 1e-5}[out_dtype.itemsize]
+        name = f"{batch} {M}x{N}x{K} {layout} {dtype.name}->{out_dtype.name} {tile} {'int' if integers else 'rand'}"
+        fine, row = verdict(name, whole, out, exact, limit)
+        good &= fine and same
+        rows.append(row + ("" if same else " NOT THE SAME TWICE"))
+    for (M, N, K, rank, peft, tile), integers in itertools.product(LORA_CASES, (True, False)):
+        dtype = np.dtype("float16")
+        major = "t" if peft else "n"
+        x, c = make((M, K), dtype, "n", integers, rng), make((K, N), dtype, major, integers, rng)
+        low_a, low_b = (
+            make((K, rank), dtype, major, integers, rng, 0.25),
+            make((rank, N), dtype, major, integers, rng, 0.25),
+        )
+        whole, out = guarded((M, N), dtype)
+        step = next(s for s in sm90.RANKS if s >= rank)
+        problem = sm90.Problem(M, N, K, b_k_major=peft, rank=step)
+        lora_call(config_of(device, problem, *tile), 0.5)(x, c, low_a, low_b, out)
+        low = cupy.matmul(x.astype("float64"), low_a.astype("float64"))
+        exact = cupy.matmul(x.astype("float64"), c.astype("float64")) + 0.5 * cupy.matmul(low, low_b.astype("float64"))
+        fine, row = verdict(f"lora {M}x{N}x{K} r{rank} {major} {tile} {'int' if integers else 'rand'}", whole, out,
+                            exact, 1e-3)  # fmt: skip
+        good &= fine
+        rows.append(row)
     print("\n".join(rows))
     return good
 
 
-def check_epilogues(device, rng, rows) -> bool:
-    good = True
-    M, N, K = 328, 512, 264
-    a, b = make((M, K), "float16", "n", True, rng), make((K, N), "float16", "t", True, rng)
-    product = cupy.matmul(a.astype("float32"), b.astype("float32")) / 64
-    a = (a.astype("float32") / 64).astype("float16")
-    bias = rng.standard_normal(N, dtype="float32").astype("float16")
-    for activation, ping_pong in itertools.product((0, 1, 3, 4, 5), (False, True)):
-        cols = N // 2 if activation == 5 else N
-        c, residual = make((M, N), "float16", "n", False, rng), make((M, cols), "float16", "n", False, rng)
-        out = cupy.full((M, cols), cupy.nan, "float16")
-        problem = sm90.Problem(M, cols, K, finish=sm90.STAGED, parts=2 if activation == 5 else 1)
-        config = config_of(128, ping_pong, problem, device)
-        run = prepare(device, a, b, out, activation, config, c=c, bias=bias, residual=residual, beta=0.5)
-        run(a, b, out)
-        x = product + 0.5 * c.astype("float32") + bias.astype("float32")
-        sigmoid = 1 / (1 + cupy.exp(-x))
-        gelu = 0.5 * x * (1 + cupy.tanh(0.7978845608 * (x + 0.044715 * x**3)))
-        if activation == 5:
-            want = (x * sigmoid)[:, :cols] * x[:, cols:]
-        else:
-            want = {0: x, 1: cupy.maximum(x, 0), 3: gelu, 4: x * sigmoid}[activation]
-        want = want + residual.astype("float32")
-        error = float(cupy.abs(out.astype("float32") - want).max() / cupy.abs(want).max())
-        good &= error < 2e-3
-        rows.append(f"{'ok ' if error < 2e-3 else 'BAD'} activation {activation} pp{int(ping_pong)} error {error:.2e}")
-    return good
+# --- times ----------------------------------------------------------------------------------------------------------
+
+# M, N, K, layout of b: candidates as (block_m, block_n, cluster[, changes])
+DECODE = {
+    (64, 28672, 4096, "t"): [(64, 224, 1), (64, 224, 1, {"stages": 4}), (64, 256, 1), (64, 192, 1), (64, 128, 1),
+                             (64, 256, 1, {"ping_pong": True})],
+    (64, 28672, 4096, "n"): [(64, 256, 1), (64, 192, 1), (64, 128, 1)],
+    (64, 6144, 4096, "t"): [(64, 48, 1), (64, 96, 2), (64, 128, 2), (64, 192, 4), (64, 256, 4), (64, 128, 4)],
+    (64, 4096, 14336, "t"): [(64, 64, 2), (64, 128, 4), (64, 256, 8), (64, 128, 2), (64, 192, 4)],
+    (64, 4096, 4096, "t"): [(64, 32, 1), (64, 64, 2), (64, 128, 4), (64, 256, 8), (64, 64, 4)],
+    (1, 4096, 4096, "t"): [(64, 32, 1), (64, 64, 2), (64, 128, 4), (64, 256, 8), (64, 64, 4)],
+    (16, 28672, 4096, "t"): [(64, 224, 1), (64, 256, 1)],
+    (128, 128, 32768, "t"): [(128, 128, 8), (64, 64, 4), (64, 128, 8)],
+    (1000, 1000, 1000, "t"): [(128, 64, 1), (128, 128, 2), (128, 192, 4), (128, 64, 2), (64, 64, 1), (64, 128, 2)],
+}  # fmt: skip
+LARGE = {
+    (4096, 4096, 4096, "t"): [(128, 256, 1)],
+    (512, 28672, 4096, "t"): [(128, 176, 1), (128, 208, 1), (128, 216, 1), (128, 224, 1), (128, 240, 1), (128, 256, 1)],
+    (2048, 6144, 4096, "t"): [(128, 192, 1)],
+    (512, 512, 4096, "t"): [(128, 64, 4), (128, 32, 2), (128, 128, 8)],
+}
 
 
 def cublas_call():
@@ -181,70 +218,98 @@ def cublas_call():
     return "torch.mm", mm
 
 
-def candidates(M, N, K, device):
-    """(block_n, ping_pong, stages, raster) by name: the model's choice and its neighbours."""
-    problem = sm90.Problem(M, N, K)
-    best = sm90.select_config(problem, device.sm_count, device.max_shared_bytes)
-    found = {"chosen": best}
-    tiles_m = -(-M // sm90.BLOCK_M)
-    for raster in (4, 6, 12, 16, 32):
-        if raster <= tiles_m and raster != best.raster_rows:
-            found[f"r{raster}"] = dataclasses.replace(best, raster_rows=raster)
-    ranked = sorted(
-        (sm90._config(problem, n, False, device.sm_count, device.max_shared_bytes) for n in range(32, 257, 16)),
-        key=lambda c: c.cost,
-    )
-    for config in [c for c in ranked if c.block_n != best.block_n][:2]:
-        found[f"n{config.block_n}"] = config
-    if not best.ping_pong:
-        found["pp128"] = sm90._config(problem, 128, True, device.sm_count, device.max_shared_bytes)
-    return found
+def tell(head, times, base, flops) -> str:
+    best = min(times, key=lambda k: times[k].median)
+    rows = [
+        f"    {t.median:8.2f} us  x{times[base].median / t.median:.3f}  {flops / t.median:6.0f} TF  {k}"
+        + (" <" if k == best else "")
+        for k, t in times.items()
+    ]
+    return head + "\n" + "\n".join(rows)
 
 
-def measure(device, seconds: float) -> None:
+def measure(device, shapes: dict, seconds: float, rows: list) -> None:
     name, rival = cublas_call()
-    shapes = [
-        (4096, 4096, 4096), (2048, 6144, 4096), (4096, 6144, 4096), (8192, 8192, 8192), (2048, 28672, 4096),
-        (2048, 4096, 14336), (512, 28672, 4096), (1000, 1000, 1000), (4096, 4096, 64), (64, 28672, 4096),
-        (64, 6144, 4096), (64, 4096, 14336), (1, 4096, 4096),
-    ]  # fmt: skip
     rng = cupy.random.default_rng(3)
-    rows = []
-    for M, N, K in shapes:
+    bf16 = dtypes.numpy("bfloat16")
+    for (M, N, K, major), candidates in shapes.items():
         if time.perf_counter() - START > seconds:
             rows.append(f"{M}x{N}x{K}: out of time")
             continue
+        count = min(rotations(2 * (M * K + K * N + M * N)), 32)
         sets = [
-            (make((M, K), "bfloat16", "n", False, rng), make((K, N), "bfloat16", "t", False, rng),
-             cupy.empty((M, N), dtypes.numpy("bfloat16")))
-            for _ in range(min(rotations(2 * (M * K + K * N + M * N)), 6))
+            (make((M, K), bf16, "n", False, rng), make((K, N), bf16, major, False, rng), cupy.empty((M, N), bf16))
+            for _ in range(count)
+        ]
+        problem = sm90.Problem(M, N, K, b_k_major=major == "t")
+        chosen = sm90.select_config(problem, device.sm_count, device.max_shared_bytes)
+        calls = {name: rival, f"chosen {named(chosen)}": gemm_call(None)}
+        if M <= 128:
+            calls["sm80"] = gemm_call("sm80")
+        for block_m, block_n, cluster, *changes in candidates:
+            if block_n % 16:
+                continue
+            changes = changes[0] if changes else {}
+            config = config_of(device, problem, block_m, block_n, cluster, **changes)
+            calls[named(config)] = gemm_call(config)
+        times = graph_times(calls, sets, replays=8 if M * N * K > 2**34 else 12)
+        split = " (split)" if sm90.wants_split(problem, chosen, device.sm_count) else ""
+        rows.append(tell(f"{M}x{N}x{K} b {major}{split}", times, name, 2.0 * M * N * K * 1e-6))
+
+
+def measure_lora(device, seconds: float, rows: list) -> None:
+    rng = cupy.random.default_rng(5)
+    fp16 = np.dtype("float16")
+    for (M, N, K), rank, major in (
+        ((64, 28672, 4096), 8, "n"), ((64, 28672, 4096), 16, "n"), ((64, 28672, 4096), 64, "n"),
+        ((64, 28672, 4096), 8, "t"), ((64, 28672, 4096), 16, "t"), ((1, 28672, 4096), 16, "t"),
+        ((2048, 28672, 4096), 16, "t"), ((2048, 28672, 4096), 64, "t"), ((8192, 4096, 4096), 16, "n"),
+    ):  # fmt: skip
+        if time.perf_counter() - START > seconds:
+            rows.append(f"lora {M}x{N}x{K} r{rank}: out of time")
+            continue
+        sets = [
+            (make((M, K), fp16, "n", False, rng), make((K, N), fp16, major, False, rng, K**-0.5),
+             make((K, rank), fp16, major, False, rng, K**-0.5), make((rank, N), fp16, major, False, rng),
+             cupy.empty((M, N), fp16))
+            for _ in range(2)
         ]  # fmt: skip
-        configs = candidates(M, N, K, device)
-        calls = {name: rival} | {label: prepare(device, *sets[0], config=c) for label, c in configs.items()}
-        times = graph_times(calls, sets, replays=8 if M * N * K > 2**34 else 16)
-        flops = 2.0 * M * N * K * 1e-6
-        base = times[name].median
-        parts = [f"{k} {t.median:.1f}us {flops / t.median:.0f}TF x{base / t.median:.3f}" for k, t in times.items()]
-        c = configs["chosen"]
-        head = f"{M}x{N}x{K} [chosen n{c.block_n} s{c.stages} pp{int(c.ping_pong)} r{c.raster_rows} waves {c.waves}]"
-        rows.append(head + "\n    " + "\n    ".join(parts))
-    print("\n".join(rows))
+        step = next(s for s in sm90.RANKS if s >= rank)
+        limits = device.sm_count, device.max_shared_bytes
+        plain = sm90.Problem(M, N, K, b_k_major=major == "t")
+        problem = dataclasses.replace(plain, rank=step)
+        gemm = gemm_call(None)
+        calls = {
+            f"plain {named(sm90.select_config(plain, *limits))}": lambda x, c, a, b, out, g=gemm: g(x, c, out),
+            f"lora {named(sm90.select_config(problem, *limits))}": lora_call(None),
+            "lora sm80": lora_call("sm80"),
+        }
+        block_m = 64 if M <= 64 else 128
+        for block_n in (128, 192, 256) if major == "n" else (192, 208, 224, 240, 256):
+            config = config_of(device, problem, block_m, block_n)
+            if config.stages >= 2:
+                calls[named(config)] = lora_call(config)
+        times = graph_times(calls, sets, replays=6 if M > 64 else 12)
+        rows.append(tell(f"lora {M}x{N}x{K} r{rank} {major}", times, next(iter(calls)), 2.0 * M * N * K * 1e-6))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--time", action="store_true")
+    parser.add_argument("parts", nargs="*", default=["check", "decode", "lora", "large"])
     parser.add_argument("--seconds", type=float, default=50)
     options = parser.parse_args()
-    both = options.check == options.time
+    assert _gemm_call._gemm_sm90 is sm90
     device = devices.cuda(cupy.cuda.runtime.getDevice())
-    good = True
-    if options.check or both:
+    good, rows = True, []
+    if "check" in options.parts:
         good = check(device)
         print("correct" if good else "WRONG", f"after {time.perf_counter() - START:.1f} s", flush=True)
-    if options.time or both:
-        measure(device, options.seconds)
+    for part, shapes in (("decode", DECODE), ("large", LARGE)):
+        if part in options.parts:
+            measure(device, shapes, options.seconds, rows)
+    if "lora" in options.parts:
+        measure_lora(device, options.seconds, rows)
+    print("\n".join(rows))
     return 0 if good else 1
 
 

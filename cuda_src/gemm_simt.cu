@@ -1,72 +1,150 @@
 // Exact float32 GEMM on the CUDA cores (sm_80 and later), for operands of any strides.
 //
-// Each warp holds a WARP_M x WARP_N part of the tile as 8 x 4 lanes. The tiles keep their operand's order in shared
-// memory; a thread reads 16 bytes at a time either way: 4 elements of K from one row or column, or 4 rows or columns
-// at one element of K. blockIdx is used as in gemm_sm80.cu.
+// Shared memory holds a row of BLOCK_M (or BLOCK_N) values for each k, whatever the operand's own order, so that a
+// thread's part of an outer product is a few 16-byte reads. An operand that is contiguous along K is transposed on its
+// way, through registers. blockIdx is used as in gemm_sm80.cu.
 #include "common/gemm_problem.cuh"
 #include "common/ring.cuh"
 
 namespace rawops {
 
-// One thread's COUNT rows of A (or columns of B) of a tile, for 4 elements of K.
-template <class Tile, bool kKMajor, int COUNT, int LANES> struct SimtReader {
-    static_assert(COUNT % 4 == 0, "rows or columns are read in fours");
-    int mn_begin, lane;
+// K rows of MN values. Where 4 values of K arrive together (kTransposed), the groups of a row are permuted, alike in 4
+// rows, so that the lanes of a warp write into different banks.
+template <int MN_, int K_, bool kTransposed> struct SimtTile {
+    static constexpr int MN = MN_, K = K_, BYTES = MN * K * int(sizeof(float));
+    static_assert(MN % 32 == 0 && K % 8 == 0 && K <= 32, "groups are permuted within 32 values");
 
-    // Where the thread's i-th row or column lies in the tile. Groups of 4 are neighbours if the epilogue or a 16-byte
-    // read wants them so; otherwise the lanes are, which puts their reads into different banks.
-    template <bool kGrouped> static __device__ int index(int i, int lane) {
-        return kGrouped ? i / 4 * (4 * LANES) + lane * 4 + i % 4 : i * LANES + lane;
+    static constexpr __device__ int offset(int k, int mn) {
+        return (k * MN + (kTransposed ? mn ^ k / 4 * (128 / K) : mn)) * int(sizeof(float));
+    }
+};
+
+// Fills tiles of one operand, slice after slice along K. ACCESS is the width of one global access in bytes; an access
+// of 4 takes any stride on both axes, wider ones need stride 1 along K (kKMajor) or MN.
+// A gated tile holds MN / 2 columns of the operand's first half, then as many of the second.
+template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = false> struct SimtLoader {
+    using Tile = SimtTile<MN, K, kKMajor>;
+    static constexpr int WIDTH = ACCESS / int(sizeof(float));
+    static constexpr int PIECES_PER_ROW = (kKMajor ? K : MN) / WIDTH;  // a row of the operand, along ACCESS
+    static constexpr int ROWS_PER_STEP = THREADS / PIECES_PER_ROW;
+    static constexpr int STEPS = MN * K / WIDTH / THREADS;
+    static constexpr int EXTENT = kGated ? MN / 2 : MN;  // of the operand's MN
+    static_assert(THREADS % PIECES_PER_ROW == 0 && MN * K % (WIDTH * THREADS) == 0, "all threads take whole pieces");
+
+    static constexpr bool kFolded = kGated && kKMajor;  // rows are not evenly spaced
+
+    const float* source;  // of this thread's first piece in the slice that comes next; in row 0 if rows are folded
+    int64_t row_stride, col_stride, gate_offset;
+    int mn_count;  // MN that exist from the tile's origin on (of one half, if gated)
+    int row, col;  // this thread's first piece
+    float pending[kKMajor ? STEPS : 1][WIDTH];
+
+    __device__ SimtLoader(const float* operand, int64_t mn_stride, int64_t k_stride, int mn_begin, int mn_end,
+                          int k_begin, int64_t gate_offset_, int thread)
+        : source(operand + mn_begin * mn_stride + k_begin * k_stride),
+          row_stride(kKMajor ? mn_stride : k_stride),
+          col_stride(WIDTH > 1 ? 1 : kKMajor ? k_stride : mn_stride),
+          gate_offset(gate_offset_),
+          mn_count(mn_end - mn_begin),
+          row(thread / PIECES_PER_ROW),
+          col(thread % PIECES_PER_ROW * WIDTH) {
+        source += kKMajor ? col * col_stride : mn_offset(col, col_stride);
+        if (!kFolded) source += row * row_stride;
     }
 
-    template <bool kGrouped> __device__ void read(float (&values)[4][COUNT], const char* tile, int k_begin) const {
+    // Starts the copy of the next slice, of which k_count values of K exist.
+    __device__ void fetch(uint32_t destination, int k_count) {
+        if (k_count >= K && mn_count >= EXTENT) copy<true>(destination, k_count);
+        else copy<false>(destination, k_count);
+        source += K * (kKMajor ? col_stride : row_stride);
+    }
+
+    // Completes a fetch that went through registers.
+    __device__ void store(uint32_t destination) const {
         if constexpr (kKMajor) {
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                const int offset = Tile::offset(mn_begin + index<kGrouped>(i, lane), k_begin);
-                const auto group = *reinterpret_cast<const Vector<float, 4>*>(tile + offset);
+            for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
-                for (int k = 0; k < 4; ++k) values[k][i] = group.data[k];
-            }
-        } else {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-#pragma unroll
-                for (int i = 0; i < COUNT; i += 4) {
-                    const int offset = Tile::offset(k_begin + k, mn_begin + index<true>(i, lane));
-                    const auto group = *reinterpret_cast<const Vector<float, 4>*>(tile + offset);
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) values[k][i + j] = group.data[j];
+                for (int i = 0; i < WIDTH; ++i) {
+                    const uint32_t to = destination + Tile::offset(col + i, row + step * ROWS_PER_STEP);
+                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(pending[step][i]) : "memory");
                 }
             }
         }
     }
+
+private:
+    // kWhole: the tile lies inside the operand, and nothing is tested.
+    template <bool kWhole> __device__ void copy(uint32_t destination, int k_count) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const int r = row + step * ROWS_PER_STEP;
+            const int rows_exist = kKMajor ? mn_count : k_count;
+            const int cols = kKMajor ? k_count - col : mn_count - col % EXTENT;
+            const int valid = kWhole ? WIDTH : (kKMajor ? r % EXTENT : r) < rows_exist ? clamp(cols, 0, WIDTH) : 0;
+            const float* from = source + (kFolded ? mn_offset(r, row_stride) : step * ROWS_PER_STEP * row_stride);
+            if constexpr (!kKMajor) {
+                cp_async<ACCESS>(destination + Tile::offset(r, col), from, valid * int(sizeof(float)));
+            } else if constexpr (kWhole) {
+                const auto piece = *reinterpret_cast<const Vector<float, WIDTH>*>(from);
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) pending[step][i] = piece.data[i];
+            } else {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) pending[step][i] = i < valid ? from[i] : 0;
+            }
+        }
+    }
+
+    __device__ int64_t mn_offset(int mn, int64_t stride) const {
+        return mn % EXTENT * stride + (kGated && mn >= EXTENT ? gate_offset : 0);
+    }
 };
 
+// One thread's COUNT rows of A or columns of B in a tile: groups of 4, evenly spread.
+template <class Tile, int COUNT> struct SimtReader {
+    static constexpr int STRIDE = Tile::MN / (COUNT / 4);
+    static_assert(COUNT % 4 == 0 && STRIDE % 32 == 0, "the tile permutes within the first group's part");
+    int first;
+
+    __device__ int index(int i) const { return first + i / 4 * STRIDE + i % 4; }
+
+    __device__ void read(float (&values)[COUNT], uint32_t tile, int k) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4) {
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(values[i]), "=f"(values[i + 1]), "=f"(values[i + 2]), "=f"(values[i + 3])
+                         : "r"(tile + Tile::offset(k, first) + i / 4 * STRIDE * int(sizeof(float)))
+                         : "memory");
+        }
+    }
+};
+
+// Blocks on an SM that the registers must allow: 16 warps of up to 64 accumulators a thread, or 8 warps.
+template <class Shape>
+constexpr int simt_blocks = (Shape::BLOCK_M * Shape::BLOCK_N <= 64 * Shape::THREADS ? 512 : 256) / Shape::THREADS;
+
 template <class Shape, bool kAKMajor, bool kBKMajor, int ACCESS_A, int ACCESS_B, int kActivation>
-__global__ void __launch_bounds__(Shape::THREADS, 1) gemm_simt(const __grid_constant__ GemmParams params) {
+__global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)
+    gemm_simt(const __grid_constant__ GemmParams params) {
     using Epilogue = Epilogue<float, float, kActivation>;
     constexpr int BLOCK_M = Shape::BLOCK_M, BLOCK_N = Shape::BLOCK_N, BLOCK_K = Shape::BLOCK_K;
-    constexpr int WARP_M = Shape::WARP_M, WARP_N = Shape::WARP_N, THREADS = Shape::THREADS;
     constexpr int LANES_M = 8, LANES_N = 4;
-    constexpr int ROWS = WARP_M / LANES_M, COLS = WARP_N / LANES_N;  // of one thread
-    constexpr int GATE = Epilogue::kGated ? WARP_N / 2 : 0;
+    constexpr int ROWS = Shape::WARP_M / LANES_M, COLS = Shape::WARP_N / LANES_N;  // of one thread
     constexpr int TILE_COLS = Epilogue::kGated ? BLOCK_N / 2 : BLOCK_N, UP = Epilogue::kGated ? COLS / 2 : 0;
-    using LoaderA = OperandLoader<float, BLOCK_M, BLOCK_K, kAKMajor, ACCESS_A, THREADS>;
-    using LoaderB = OperandLoader<float, BLOCK_N, BLOCK_K, kBKMajor, ACCESS_B, THREADS, GATE>;
-    using ReaderA = SimtReader<typename LoaderA::Tile, kAKMajor, ROWS, LANES_M>;
-    using ReaderB = SimtReader<typename LoaderB::Tile, kBKMajor, COLS, LANES_N>;
+    using LoaderA = SimtLoader<BLOCK_M, BLOCK_K, kAKMajor, ACCESS_A, Shape::THREADS>;
+    using LoaderB = SimtLoader<BLOCK_N, BLOCK_K, kBKMajor, ACCESS_B, Shape::THREADS, Epilogue::kGated>;
     constexpr int A_BYTES = LoaderA::Tile::BYTES, STAGE_BYTES = A_BYTES + LoaderB::Tile::BYTES;
-    constexpr bool kGroupedRows = !kAKMajor;
     extern __shared__ __align__(128) char shared[];
     const GemmCall& call = params.call;
     const GemmShape& shape = params.shape;
 
+    // Neighbouring lanes share rows, and each half of a warp reads 8 groups of A and 2 of B: every read of 16 bytes a
+    // lane takes two cycles of the shared memory, not four.
     const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
-    const int lane_m = lane % LANES_M, lane_n = lane / LANES_M;
-    const int warp_m = warp / Shape::WARPS_N * WARP_M, warp_n = warp % Shape::WARPS_N * WARP_N;
-    const ReaderA reader_a{warp_m, lane_m};
-    const ReaderB reader_b{warp_n, lane_n};
+    const int lane_m = lane / 2 % LANES_M, lane_n = lane % 2 + lane / 16 * 2;
+    const SimtReader<typename LoaderA::Tile, ROWS> reader_a{(warp / Shape::WARPS_N * LANES_M + lane_m) * 4};
+    const SimtReader<typename LoaderB::Tile, COLS> reader_b{(warp % Shape::WARPS_N * LANES_N + lane_n) * 4};
     const int cols = shape.epilogue.cols;
     const TileIndex tile = grouped_raster(blockIdx.x, ceil_div(shape.M, BLOCK_M), ceil_div(cols, TILE_COLS));
     const int m_begin = tile.m * BLOCK_M, n_begin = tile.n * TILE_COLS;
@@ -89,38 +167,45 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) gemm_simt(const __grid_cons
             loader_a.fetch(stage, k_left);
             loader_b.fetch(stage + A_BYTES, k_left);
         };
+        auto store = [&](uint32_t stage) {
+            loader_a.store(stage);
+            loader_b.store(stage + A_BYTES);
+        };
         auto multiply = [&](uint32_t stage) {
-            const char* tile_a = shared + (stage - ring);
+            float a[2][ROWS], b[2][COLS];
+            auto read = [&](int k) {
+                reader_a.read(a[k % 2], stage, k);
+                reader_b.read(b[k % 2], stage + A_BYTES, k);
+            };
+            read(0);
 #pragma unroll
-            for (int k_begin = 0; k_begin < BLOCK_K; k_begin += 4) {
-                float a[4][ROWS], b[4][COLS];
-                reader_a.template read<kGroupedRows>(a, tile_a, k_begin);
-                reader_b.template read<true>(b, tile_a + A_BYTES, k_begin);
+            for (int k = 0; k < BLOCK_K; ++k) {
+                if (k + 1 < BLOCK_K) read(k + 1);
 #pragma unroll
-                for (int k = 0; k < 4; ++k) {
+                for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
-                    for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-                        for (int j = 0; j < COLS; ++j) acc[i][j] = fmaf(a[k][i], b[k][j], acc[i][j]);
-                    }
+                    for (int j = 0; j < COLS; ++j) acc[i][j] = fmaf(a[k % 2][i], b[k % 2][j], acc[i][j]);
                 }
             }
         };
-        run_ring<Shape::STAGES, STAGE_BYTES>(ring, ceil_div(k_count, BLOCK_K), fetch, [](uint32_t) {}, multiply);
+        run_ring<Shape::STAGES, STAGE_BYTES>(ring, ceil_div(k_count, BLOCK_K), fetch, store, multiply);
 
         EpilogueCall target = call.epilogue;
         target.out = static_cast<float*>(target.out) + blockIdx.y * shape.partial_stride;
         const Epilogue epilogue(target, shape.epilogue, index, shape.partial_stride != 0 ? 1.0f : alpha);
-#pragma unroll
+#pragma unroll 1  // one copy of the epilogue, which always finishes row 0: the rows move up
         for (int i = 0; i < ROWS; ++i) {
-            const int m = m_begin + warp_m + ReaderA::template index<kGroupedRows>(i, lane_m);
 #pragma unroll
             for (int j = 0; j < COLS - UP; j += 4) {
-                const int n = n_begin + (UP > 0 ? warp_n / 2 : warp_n) + ReaderB::template index<true>(j, lane_n);
                 float value[4], up[4];
 #pragma unroll
-                for (int v = 0; v < 4; ++v) value[v] = acc[i][j + v], up[v] = acc[i][j + v + UP];
-                epilogue.finish(m, n, value, up);
+                for (int v = 0; v < 4; ++v) value[v] = acc[0][j + v], up[v] = acc[0][j + v + UP];
+                epilogue.finish(m_begin + reader_a.index(i), n_begin + reader_b.index(j), value, up);
+            }
+#pragma unroll
+            for (int r = 0; r + 1 < ROWS; ++r) {
+#pragma unroll
+                for (int j = 0; j < COLS; ++j) acc[r][j] = acc[r + 1][j];
             }
         }
     }

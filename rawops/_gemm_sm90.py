@@ -1,4 +1,4 @@
-"""The host side of gemm_sm90.cu: what TMA can read, which tile, and the launch.
+"""The host side of gemm_sm90.cu and lora_sm90.cu: what TMA can read, which tile, and the launch.
 
 `rawops.gemm` asks `supports` and, if so, keeps what `plan` returns. Operands are its `_Operand`s: strides in elements,
 `alignment` the address modulo 16, three batch axes.
@@ -9,68 +9,106 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rawops._runtime import dtypes
-from rawops._runtime.kernel import Function, KernelSpec
+from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 from rawops._runtime.tensormap import TensorMap
 
-BLOCK_M, BLOCK_K = 128, 64
-PLAIN, STAGED, DIRECT = range(3)  # Finish in gemm_sm90.cu
+BLOCK_K = 64
+RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
+PLAIN, STAGED, DIRECT = range(3)  # Finish in hopper_tile.cuh
 _SWIGLU = 5  # Activation in epilogue.cuh
-THREADS = 384
 
 _SPAN = 128  # bytes of a swizzled row in shared memory
-_SLAB_BYTES = 8 * 16 * 32 * 4  # of the eight warps, for every finish but the plain one
-_MAX_STAGES = 8
+_SLAB_BYTES = 4 * 16 * 32 * 4  # of a consumer's warps, for every finish but the plain one
+_MIN_STAGES, _MAX_STAGES = 3, 8
 _RASTER_ROWS = 8
+_GPC = 16  # SMs that a cluster can be placed on together
 
 # Costs in units of one column of one K block: what the tensor cores take for 128 x 1 x 64, 4 cycles.
 # Measured on an H200 at 4096 x 6144 x 4096 with tiles 128, 192 and 256 wide: a K block costs 31 columns more than it
 # has, for the copies of A. A tile costs its epilogue and the start of its main loop.
 _COST_OF_A = 32
 _COST_OF_TILE = 300
+_COST_OF_CLUSTER = 300  # its barriers, and the way of the partial sums to another SM, at
+_CLUSTER_BYTES = 80
+_SM_BYTES = 160  # that an SM takes in meanwhile, from the L2, and
+_MEMORY_BYTES = 9800  # that all SMs take in from the memory
+_RANK_PRODUCT = 2680  # multiply-adds of the product with lora_b, which runs on mma.sync
 _COST_OF_SPLIT = 1750  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
-SM90 = KernelSpec(
-    source="gemm_sm90.cu",
-    entry="rawops::gemm_sm90",
-    template=("dtype", "out_dtype", "block_n", "stages", "a_k_major", "b_k_major", "activation", "finish", "ping_pong"),
-    choices={
-        "dtype": ("float16", "bfloat16"),
-        "out_dtype": ("float16", "bfloat16", "float32"),
-        "block_n": tuple(range(16, 257, 16)),
-        "stages": tuple(range(2, _MAX_STAGES + 1)),
-        "a_k_major": (True, False),
-        "b_k_major": (True, False),
-        "activation": tuple(range(6)),
-        "finish": (PLAIN, STAGED, DIRECT),
-        "ping_pong": (False, True),
-    },
-    smoke=[
-        dict(zip(("dtype", "out_dtype", "block_n", "stages", "a_k_major", "b_k_major"), values[:6], strict=True))
-        | dict(zip(("activation", "finish", "ping_pong"), values[6:], strict=True))
-        for values in (
-            ("bfloat16", "bfloat16", 256, 3, True, True, 0, PLAIN, False),
-            ("float16", "float16", 256, 3, True, False, 0, PLAIN, False),
-            ("float16", "float16", 192, 4, False, True, 0, PLAIN, False),
-            ("bfloat16", "bfloat16", 128, 5, False, False, 0, PLAIN, True),
-            ("bfloat16", "bfloat16", 256, 3, True, True, 2, STAGED, False),
-            ("bfloat16", "bfloat16", 256, 3, True, True, 5, STAGED, False),
-            ("bfloat16", "float32", 208, 5, True, True, 0, DIRECT, False),
-        )
-    ],
-    min_arch=90,
-    max_arch=90,
+_TILE_CHOICES = {
+    "dtype": ("float16", "bfloat16"),
+    "out_dtype": ("float16", "bfloat16", "float32"),
+    "block_m": (64, 128),
+    "block_n": tuple(range(16, 257, 16)),
+    "stages": tuple(range(2, _MAX_STAGES + 1)),
+    "cluster": (1, 2, 4, 8),
+    "a_k_major": (True, False),
+    "b_k_major": (True, False),
+    "activation": tuple(range(6)),
+    "finish": (PLAIN, STAGED, DIRECT),
+}
+_LOW_RANK_CHOICES = {"rank": RANKS, "lora_a_k_major": (True, False), "lora_b_k_major": (True, False)}
+
+
+def _spec(source: str, smoke: tuple, **more) -> KernelSpec:
+    choices = _TILE_CHOICES | more
+    return KernelSpec(
+        source=source,
+        entry=f"rawops::{source.removesuffix('.cu')}",
+        template=tuple(choices),
+        choices=choices,
+        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
+        min_arch=90,
+        max_arch=90,
+    )
+
+
+SM90 = _spec(
+    "gemm_sm90.cu",
+    (
+        ("bfloat16", "bfloat16", 128, 256, 3, 1, True, True, 0, PLAIN, False),
+        ("float16", "float16", 128, 256, 3, 1, True, False, 0, PLAIN, False),
+        ("float16", "float16", 128, 192, 4, 1, False, True, 0, PLAIN, False),
+        ("bfloat16", "bfloat16", 128, 128, 5, 1, False, False, 0, PLAIN, True),
+        ("bfloat16", "bfloat16", 128, 128, 5, 2, True, True, 0, PLAIN, False),
+        ("bfloat16", "bfloat16", 128, 256, 3, 1, True, True, 2, STAGED, False),
+        ("bfloat16", "bfloat16", 128, 256, 3, 1, True, True, 5, STAGED, False),
+        ("bfloat16", "float32", 128, 208, 5, 1, True, True, 0, DIRECT, False),
+        ("bfloat16", "bfloat16", 64, 224, 5, 1, True, True, 0, PLAIN, False),
+        ("float16", "float16", 64, 256, 4, 1, True, False, 0, PLAIN, True),
+        ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 5, STAGED, False),
+        ("bfloat16", "bfloat16", 64, 256, 4, 8, True, False, 0, PLAIN, False),
+    ),
+    ping_pong=(False, True),
 )
+LORA = _spec(
+    "lora_sm90.cu",
+    (
+        ("bfloat16", "bfloat16", 64, 224, 5, 1, True, True, 0, PLAIN, 16, True, True),
+        ("float16", "float16", 64, 256, 4, 1, True, False, 0, PLAIN, 16, False, False),
+        ("float16", "float16", 64, 256, 3, 1, True, False, 5, STAGED, 64, False, False),
+        ("bfloat16", "bfloat16", 64, 128, 6, 4, True, True, 0, PLAIN, 32, True, True),
+        ("bfloat16", "bfloat16", 128, 256, 3, 1, True, True, 0, PLAIN, 16, True, True),
+        ("float16", "float16", 128, 192, 3, 1, True, False, 0, PLAIN, 64, False, False),
+    ),
+    **_LOW_RANK_CHOICES,
+)
+_LOW_RANK_CALL = ParamStruct("LowRankCall", a="tensormap", b="tensormap", rank="int32", scaling="float32")
 
 # --- which tile -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a configuration depends on. N counts columns of D; `parts` is 2 for swiglu, whose b is twice as wide."""
+    """What a configuration depends on.
+
+    N counts columns of D; `parts` is 2 for swiglu, whose b is twice as wide. `rank` is that of a low-rank part, padded.
+    """
 
     M: int
     N: int
@@ -80,6 +118,7 @@ class Problem:
     b_k_major: bool = True
     finish: int = PLAIN
     parts: int = 1
+    rank: int = 0
 
     @property
     def k_blocks(self) -> int:
@@ -88,78 +127,125 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """A tile `BLOCK_M` x `block_n` of a @ b and its ring, the order of tiles, and what that costs.
+    """A tile `block_m` x `block_n` of a @ b and its ring, the order of tiles, and what that costs.
 
-    Blocks that run at the same time work on `raster_rows` rows of tiles, to share operands in the L2.
+    The blocks of a cluster share a tile, each a slice of K. Blocks that run at the same time work on `raster_rows` rows
+    of tiles, to share operands in the L2.
     """
 
+    block_m: int
     block_n: int
     stages: int
+    cluster: int
     ping_pong: bool
     raster_rows: int
     blocks: int
     waves: int
     cost: int
 
+    @property
+    def consumers(self) -> int:
+        return 2 if self.ping_pong or self.block_m == 128 else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a consumer."""
+        return self.block_m if self.ping_pong else 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    def share(self, problem: Problem) -> int:
+        """Columns of D that a block finishes."""
+        return self.block_n // problem.parts // self.cluster
+
+    def stage_bytes(self, problem: Problem) -> int:
+        """Shared memory of a stage: the operands, and the barriers `full` and `empty`."""
+        return (self.block_m + self.block_n + problem.rank) * _SPAN + 16
+
+    def other_bytes(self, problem: Problem) -> int:
+        """Shared memory beside the ring: lora_b, staging tiles and slabs of the consumers, further barriers."""
+        share = self.share(problem)
+        staging = 0 if problem.finish == DIRECT else self.rows * share * 2
+        slabs = 0 if problem.finish == PLAIN else _SLAB_BYTES
+        return problem.rank * share * problem.parts * 2 + self.consumers * (staging + slabs) + 32
+
     def shared_bytes(self, problem: Problem) -> int:
-        return self.stages * _stage_bytes(self.block_n) + _finish_bytes(problem, self.block_n, self.ping_pong)
+        return self.stages * self.stage_bytes(problem) + self.other_bytes(problem)
 
 
 def select_config(problem: Problem, sm_count: int, max_shared_bytes: int) -> Config:
-    """Choose the tile that finishes first; pure arithmetic.
-
-    Every SM works off ``waves = ceil(tiles / sm_count)`` tiles. Two consumers that share a tile take
-    ``waves * (k_blocks * (block_n + 32) + 300)``; if they take turns (`ping_pong`), the 300 of all tiles but the last
-    hide behind main loops, but tiles are at most 128 wide.
-    """
-    widths = range(16, 257, 16)
+    """Choose the tile that finishes first; pure arithmetic, see `configure`."""
+    step = 32 if problem.parts == 2 else 16
     if not problem.b_k_major:  # boxes of 64 columns
-        widths = range(64 * problem.parts, 257, 64 * problem.parts)
-    elif problem.parts == 2:
-        widths = range(32, 257, 32)
-    candidates = [
-        _config(problem, width, ping_pong, sm_count, max_shared_bytes)
-        for ping_pong in (False, True)
-        for width in widths
-        if width <= 128 or not ping_pong
-    ]
-    return min(candidates, key=lambda c: (c.cost, c.ping_pong, -c.block_n))
+        step = 64 * problem.parts
+    block_m = 64 if problem.M <= 64 else 128
+    candidates = []
+    for cluster, ping_pong in ((1, False), (1, True), (2, False), (4, False), (8, False)):
+        if cluster > problem.k_blocks or (ping_pong and problem.rank):
+            continue
+        unit = math.lcm(step, 16 * problem.parts * cluster)
+        widest = 256 if block_m == 64 or not (ping_pong or cluster > 1) else 128 if ping_pong else 192
+        candidates += [
+            configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong)
+            for width in range(unit, widest + 1, unit)
+        ]
+    fitting = [c for c in candidates if c.stages >= _MIN_STAGES]
+    return min(fitting, key=lambda c: (c.cost, c.ping_pong, c.cluster, -c.block_n))
 
 
-def _config(problem: Problem, block_n: int, ping_pong: bool, sm_count: int, max_shared_bytes: int) -> Config:
-    tiles_m, tiles_n = -(-problem.M // BLOCK_M), -(-problem.N * problem.parts // block_n)
+def configure(
+    problem: Problem, sm_count: int, max_shared_bytes: int, block_m: int, block_n: int, cluster=1, ping_pong=False
+) -> Config:
+    """Complete a configuration with as many stages as fit, the order of tiles, and its cost.
+
+    Every SM works off ``waves = ceil(tiles / SMs)`` tiles, with clusters ``ceil(tiles / clusters at a time)``. A K
+    block of 128 rows takes ``block_n + 32``, one of 64 rows what its operands take to arrive; a tile takes 300 more,
+    which hide behind main loops for all tiles but the last if consumers take turns (`ping_pong`). All in all nothing
+    is faster than the memory, where reading rows of a again from the L2 counts a quarter.
+    """
+    tiles_m, tiles_n = -(-problem.M // block_m), -(-problem.N * problem.parts // block_n)
     tiles = tiles_m * tiles_n * problem.batches
-    waves = -(-tiles // sm_count)
-    main_loop = problem.k_blocks * (block_n + _COST_OF_A)
-    cost = waves * max(main_loop, _COST_OF_TILE) + _COST_OF_TILE if ping_pong else waves * (main_loop + _COST_OF_TILE)
-    free = max_shared_bytes - _finish_bytes(problem, block_n, ping_pong)
-    stages = min(free // _stage_bytes(block_n), _MAX_STAGES)
+    at_a_time = sm_count // cluster if cluster <= 2 else sm_count // _GPC * (_GPC // cluster)
+    waves = -(-tiles // max(at_a_time, 1))
+    columns, rows = block_n + problem.rank, min(problem.M, block_m)
+    k_block = columns + _COST_OF_A if block_m == 128 else (columns + rows) * _SPAN // _SM_BYTES
+    main_loop = -(-problem.k_blocks // cluster) * k_block
+    finish = _COST_OF_TILE + 2 * block_m * block_n // cluster * problem.rank // _RANK_PRODUCT
+    if cluster > 1:
+        finish += _COST_OF_CLUSTER + block_m * columns * 4 // _CLUSTER_BYTES
+    cost = waves * max(main_loop, finish) + finish if ping_pong else waves * (main_loop + finish)
+    entries = problem.batches * (problem.N * problem.parts + tiles_m * tiles_n * rows // 4) * problem.K
+    cost = max(cost, entries * 2 // _MEMORY_BYTES + finish)
     bands = -(-tiles_m // _RASTER_ROWS)
-    return Config(block_n, stages, ping_pong, -(-tiles_m // bands), min(tiles, sm_count), waves, cost)
+    blocks = tiles * cluster if cluster > 1 else min(tiles, sm_count)
+    config = Config(block_m, block_n, 0, cluster, ping_pong, -(-tiles_m // bands), blocks, waves, cost)
+    stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
+    return replace(config, stages=max(min(stages, _MAX_STAGES), 0))
 
 
 def wants_split(problem: Problem, config: Config, sm_count: int) -> bool:
     """Tell whether so few SMs are busy that another kernel is faster, because it splits K over all of them."""
-    work = problem.k_blocks * -(-problem.M // BLOCK_M) * problem.N * problem.parts * problem.batches
+    work = problem.k_blocks * -(-problem.M // 128) * problem.N * problem.parts * problem.batches
     return _SPLIT_SLOWNESS * work / sm_count + _COST_OF_SPLIT < config.cost
-
-
-def _stage_bytes(block_n: int) -> int:
-    """Shared memory of a stage: both operands, and the barriers `full` and `empty`."""
-    return (BLOCK_M + block_n) * _SPAN + 16
-
-
-def _finish_bytes(problem: Problem, block_n: int, ping_pong: bool) -> int:
-    """Shared memory beside the ring: staging tiles of both consumers, slabs of all warps, the barriers of turns."""
-    rows = 2 * BLOCK_M if ping_pong else BLOCK_M
-    staging = 0 if problem.finish == DIRECT else rows * block_n // problem.parts * 2
-    return staging + (0 if problem.finish == PLAIN else _SLAB_BYTES) + 16
 
 
 # --- from operands to a launch --------------------------------------------------------------------------------------
 
 
-def supports(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int) -> bool:
+@dataclass(frozen=True)
+class LowRank:
+    """The operands of a low-rank part: a is (K, rank), b is (rank, N)."""
+
+    a: Any
+    b: Any
+    rank: int
+
+
+def supports(
+    device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, low_rank: LowRank | None = None
+) -> bool:
     """Tell whether the kernel can run a product, and is the one to do so: Hopper, 16 bits, readable by TMA.
 
     Parameters
@@ -173,10 +259,11 @@ def supports(device, operands: dict, M: int, N: int, K: int, extents: tuple, act
         The batch axes.
     activation : int
         The kernels' number; 5 is swiglu.
+    low_rank : LowRank, optional
     """
     if not SM90.exists_on(device.capability):
         return False
-    problem = _problem(operands, M, N, K, extents, activation)
+    problem = _problem(operands, M, N, K, extents, activation, low_rank)
     if problem is None:
         return False
     config = select_config(problem, device.sm_count, device.max_shared_bytes)
@@ -191,63 +278,110 @@ class Plan:
     kernel: Function
     grid: tuple[int, int, int]
     shared_bytes: int
-    maps: Callable[[int, int, int], bytes]  # from the addresses of a, b and out
+    maps: Callable[..., bytes]  # from the addresses of a, b and out
+    low_rank: Callable[..., bytes] | None  # from the scaling and the addresses of lora_a and lora_b
 
-    def run(self, a: int, b: int, out: int, params: bytes) -> None:
-        """Launch; `params` is the GemmParams that all GEMM kernels take."""
-        values = (self.maps(a, b, out), params, self.config.raster_rows)
-        self.kernel.launch(self.grid, (THREADS, 1, 1), values, self.shared_bytes)
+    def run(self, a: int, b: int, out: int, params: bytes, *low_rank) -> None:
+        """Launch; `params` is the GemmParams that all GEMM kernels take, `low_rank` what the function wants."""
+        values = [self.maps(a, b, out), params, self.config.raster_rows]
+        if self.low_rank is not None:
+            values.insert(2, self.low_rank(*low_rank))
+        self.kernel.launch(self.grid, (self.config.threads, 1, 1), tuple(values), self.shared_bytes)
 
 
-def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int) -> Plan:
+def plan(
+    device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, low_rank: LowRank | None = None
+) -> Plan:
     """Prepare a product that `supports` accepts; the same arguments."""
     a, b, out = operands["a"], operands["b"], operands["out"]
-    problem = _problem(operands, M, N, K, extents, activation)
+    problem = _problem(operands, M, N, K, extents, activation, low_rank)
     config = select_config(problem, device.sm_count, device.max_shared_bytes)
-    kernel = SM90.kernel(
-        device,
-        dtype=a.dtype,
-        out_dtype=out.dtype,
-        block_n=config.block_n,
-        stages=config.stages,
-        a_k_major=problem.a_k_major,
-        b_k_major=problem.b_k_major,
-        activation=activation,
-        finish=problem.finish,
-        ping_pong=config.ping_pong,
-    )
-    width = config.block_n // problem.parts
-    box_cols = next(cols for cols in (64, 32, 16) if width % cols == 0)
-    box_rows = BLOCK_M if config.ping_pong else BLOCK_M // 2
+    choices = {
+        "dtype": a.dtype,
+        "out_dtype": out.dtype,
+        "block_m": config.block_m,
+        "block_n": config.block_n,
+        "stages": config.stages,
+        "cluster": config.cluster,
+        "a_k_major": problem.a_k_major,
+        "b_k_major": problem.b_k_major,
+        "activation": activation,
+        "finish": problem.finish,
+    }
+    share = config.share(problem)
+    box_cols = next(cols for cols in (64, 32, 16) if share % cols == 0)
+    b_rows = config.block_n // problem.parts if problem.b_k_major else 64
+    a_rows = config.block_m if problem.a_k_major else 64
     describe = [
-        _map_of(a, (M, a.row), (K, a.col), problem.a_k_major, BLOCK_M, extents),
-        _map_of(b, (N, b.col), (K, b.row), problem.b_k_major, width, extents),
+        _map_of(a, (M, a.row), (K, a.col), problem.a_k_major, a_rows, BLOCK_K, extents),
+        _map_of(b, (N, b.col), (K, b.row), problem.b_k_major, b_rows, BLOCK_K, extents),
     ]
     if problem.finish != DIRECT:
-        describe.append(_map_of(out, (M, out.row), (problem.N, out.col), True, box_rows, extents, box_cols))
+        describe.append(_map_of(out, (M, out.row), (problem.N, out.col), True, config.rows, box_cols, extents))
 
     @functools.lru_cache(maxsize=64)
     def maps(*addresses: int) -> bytes:
-        encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
-        encoded = [encode(d(address=address)) for d, address in zip(describe, addresses, strict=False)]
-        return b"".join(encoded).ljust(3 * 128, b"\0")
+        return b"".join(_encoded(device, describe, addresses)).ljust(3 * 128, b"\0")
 
-    return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps)
+    if low_rank is None:
+        kernel, low_rank_call = SM90.kernel(device, **choices, ping_pong=config.ping_pong), None
+    else:
+        majors = {f"lora_{name}_k_major": major for name, major in zip("ab", _majors(low_rank, N, K), strict=True)}
+        kernel = LORA.kernel(device, **choices, rank=problem.rank, **majors)
+        low_rank_call = _low_rank_call(device, low_rank, problem, N, share, box_cols)
+    return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call)
 
 
-def _problem(operands: dict, M: int, N: int, K: int, extents: tuple, activation: int) -> Problem | None:
-    """Describe a product, None where TMA cannot read it."""
+def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: int, box_cols: int) -> Callable:
+    """Return a function from the scaling and the addresses of both factors to the kernel's LowRankCall."""
+    a, b, rank, step, single = low_rank.a, low_rank.b, low_rank.rank, problem.rank, (1, 1, 1)
+    a_k_major, b_k_major = _majors(low_rank, N, problem.K)
+    describe = [
+        _map_of(a, (rank, a.col), (problem.K, a.row), a_k_major, step, BLOCK_K, single),
+        _map_of(b, (N, b.col), (rank, b.row), b_k_major, share if b_k_major else box_cols, step, single),
+    ]
+
+    @functools.lru_cache(maxsize=64)
+    def call(scaling: float, *addresses: int) -> bytes:
+        return _LOW_RANK_CALL.pack(*_encoded(device, describe, addresses), rank, scaling)
+
+    return call
+
+
+def _encoded(device, describe: list, addresses: tuple) -> list[bytes]:
+    encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
+    return [encode(d(address=address)) for d, address in zip(describe, addresses, strict=False)]
+
+
+def _problem(
+    operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, low_rank: LowRank | None
+) -> Problem | None:
+    """Describe a product, None where the kernel cannot run it."""
     a, b, out = operands["a"], operands["b"], operands["out"]
-    if K == 0 or a.dtype not in SM90.choices["dtype"]:
-        return None
-    a_k_major, b_k_major = _k_major(a, M, K, a.row, a.col), _k_major(b, N, K, b.col, b.row)
-    if a_k_major is None or b_k_major is None:
+    if K == 0 or a.dtype not in _TILE_CHOICES["dtype"]:
         return None
     parts = 2 if activation == _SWIGLU else 1
+    majors = [_k_major(a, M, K, a.row, a.col), _k_major(b, N, K, b.col, b.row)]
+    if low_rank is not None:
+        majors += _majors(low_rank, N, K)
+    wide = [*majors[1:2], *majors[3:]]  # of b and lora_b: where columns are contiguous, up must start on 16 bytes too
+    if None in majors or (parts == 2 and N // 2 % 8 and not all(wide)):
+        return None
+    rank = 0
+    if low_rank is not None:
+        rank = next((step for step in RANKS if step >= low_rank.rank), None)
+        if rank is None:
+            return None
     finish = DIRECT
     if out.itemsize == 2 and _movable(out, out.col, N // parts, out.row, M):
         finish = STAGED if activation or any(name in operands for name in ("c", "bias", "residual")) else PLAIN
-    return Problem(M, N // parts, K, math.prod(extents), a_k_major, b_k_major, finish, parts)
+    return Problem(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank)
+
+
+def _majors(low_rank: LowRank, N: int, K: int) -> list[bool | None]:
+    """Tell which axes of lora_a and lora_b are contiguous, as `_k_major`; the rank is the K of lora_b."""
+    a, b, rank = low_rank.a, low_rank.b, low_rank.rank
+    return [_k_major(a, rank, K, a.col, a.row), _k_major(b, N, rank, b.col, b.row)]
 
 
 def _k_major(x, mn: int, k: int, mn_stride: int, k_stride: int) -> bool | None:
@@ -268,15 +402,16 @@ def _movable(x, inner_stride: int, inner: int, outer_stride: int, outer: int) ->
     )
 
 
-def _map_of(x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, extents: tuple, box_cols: int = BLOCK_K):
-    """Return a function from an operand's address to its tensor map; rows and cols are (size, stride in elements).
+def _map_of(x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, box_cols: int, extents: tuple):
+    """Return a function from an operand's address to its tensor map, whose boxes are `box_rows` x `box_cols`.
 
-    A box holds `box_rows` x `box_cols`, or 64 x 64 where rows are the contiguous axis.
+    rows and cols are (size, stride in elements), and `cols_inner` tells which of them is contiguous.
     """
-    outer, inner, box = (rows, cols, (box_rows, box_cols)) if cols_inner else (cols, rows, (BLOCK_K, 64))
-    sizes = tuple(extent if stride else 1 for extent, stride in zip(extents, x.batch, strict=True))
+    outer, inner, box = (rows, cols, (box_rows, box_cols)) if cols_inner else (cols, rows, (box_cols, box_rows))
+    batch = [s if n > 1 else 0 for n, s in zip(extents, (*x.batch, 0, 0, 0)[:3], strict=True)]
+    sizes = tuple(extent if stride else 1 for extent, stride in zip(extents, batch, strict=True))
     pitch = 16 // x.itemsize  # stands in for the stride of an axis of one entry
-    strides = [*(s or pitch for s in x.batch), outer[1] if outer[0] > 1 else pitch]
+    strides = [*(s or pitch for s in batch), outer[1] if outer[0] > 1 else pitch]
     return functools.partial(
         TensorMap,
         dtype=dtypes.numpy(x.dtype),

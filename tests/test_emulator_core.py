@@ -9,7 +9,7 @@ from cuda.bindings import nvrtc
 from cuda.pathfinder import find_nvidia_header_directory
 
 from rawops._emulator import GlobalMemory, Program, emulate_launch
-from rawops.errors import EmulatorError, UnsupportedPTX
+from rawops.errors import EmulatorError, MemoryFault, UnsupportedPTX
 
 ARCHS = ("sm_80", "sm_90a")
 
@@ -73,6 +73,61 @@ extern "C" __global__ void k(const int* x, int* y) {
     report = launch(source, 1, 256, x, y, completion=completion)
     assert np.array_equal(y, x[np.arange(256) ^ 63] + x[np.arange(256) % 32])
     assert report.barriers == 5
+
+
+@pytest.mark.parametrize("threads", [128, 1000])
+def test_unrolled_arithmetic(threads, rng):
+    """Neighbouring instructions of one kind, which run as one, on all lanes and on some."""
+    source = """
+#include <cuda_fp16.h>
+extern "C" __global__ void k(const float* x, const int* n, float* y, __half* h, int* m) {
+    int t = threadIdx.x;
+    float a[16], b[16]; int c[16];
+    for (int i = 0; i < 16; ++i) { a[i] = x[16 * t + i]; c[i] = n[16 * t + i]; }
+    for (int i = 0; i < 16; ++i) b[i] = fmaf(a[i], a[15 - i], a[i / 2]);
+    if (t % 3) for (int i = 0; i < 16; ++i) { b[i] += a[i]; c[i] <<= i % 2 ? 3 : t & 7; }
+    if (t >= 64) for (int i = 0; i < 16; ++i) { b[i] = b[(i + 1) % 16] * 3.0f; c[i] ^= 0x55; }
+    for (int i = 1; i < 16; ++i) a[i] = a[i - 1] + a[i];
+    for (int i = 0; i < 16; ++i) {
+        y[16 * t + i] = b[i] + a[i];
+        h[16 * t + i] = __float2half(b[i]);
+        m[16 * t + i] = c[i];
+    }
+}
+"""
+    x = rng.standard_normal((threads, 16)).astype(np.float32)
+    n = rng.integers(-1000, 1000, (threads, 16)).astype(np.int32)
+    y, h, m = np.zeros_like(x), np.zeros(x.shape, np.float16), np.zeros_like(n)
+    launch(source, 1, threads, x, n, y, h, m)
+    t = np.arange(threads)[:, None]
+    b = (x.astype(float) * x[:, ::-1] + x[:, np.arange(16) // 2]).astype(np.float32)
+    b = np.where(t % 3, b + x, b)
+    c = np.where(t % 3, n << np.where(np.arange(16) % 2, 3, t & 7), n)
+    late = b.copy()
+    for i in range(16):
+        late[:, i] = late[:, (i + 1) % 16] * np.float32(3)
+    b, c = np.where(t >= 64, late, b), np.where(t >= 64, c ^ 0x55, c)
+    assert np.array_equal(y, b + np.cumsum(x, axis=1, dtype=np.float32))
+    assert np.array_equal(h, b.astype(np.float16))
+    assert np.array_equal(m, c)
+
+
+def test_launches_alike_differ_in_grid_parameters_and_memory():
+    source = """
+extern "C" __global__ void k(int* x, int n, int base) {
+    __shared__ int s[64];
+    s[threadIdx.x] = base + threadIdx.x;
+    __syncthreads();
+    int i = (blockIdx.y * gridDim.x + blockIdx.x) * 64 + threadIdx.x;
+    if (i < n) x[i] = s[63 - threadIdx.x] * gridDim.x;
+}
+"""
+    for grid, base in (((3, 2), 10), ((2, 3), 500), ((6, 1), -7)):
+        x = np.zeros(384, np.int32)
+        launch(source, grid, 64, x, np.int32(384), np.int32(base))
+        assert np.array_equal(x, np.tile(base + 63 - np.arange(64), 6) * grid[0])
+        with pytest.raises(MemoryFault, match="past the end"):
+            launch(source, (7, 1), 64, x, np.int32(385), np.int32(base))
 
 
 SAXPY = """

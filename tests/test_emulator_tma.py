@@ -1,7 +1,5 @@
 """The emulator's tensor copies by TMA: boxes, swizzles, bounds, reductions, and their misuse."""
 
-import itertools
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -95,12 +93,11 @@ def test_tma_2d_round_trip_of_every_swizzle(span, dtype, rng):
 def test_tma_zero_fills_and_clips_what_is_out_of_bounds(first, rng):
     src = rng.integers(1, 100, (40, 64)).astype(np.float16)[:37, :50]
     dst = np.full((40, 64), np.nan, np.float16)
-    want, _ = tma_case(src, dst[:37, :50], (16, 32), first, first, 64)
+    row, column = target = np.maximum(first, 0)
+    want, _ = tma_case(src, dst[:37, :50], (16, 32), first, tuple(target.tolist()), 64)
     expected = np.full_like(dst, np.nan)
-    rows, columns = (np.arange(f, f + n) for f, n in zip(first, (16, 32), strict=True))
-    for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns)):
-        if 0 <= row < 37 and 0 <= column < 50:
-            expected[row, column] = want[i, j]
+    there = expected[row : min(row + 16, 37), column : min(column + 32, 50)]
+    there[:] = want[: there.shape[0], : there.shape[1]]
     assert np.array_equal(dst, expected, equal_nan=True)
 
 
@@ -111,6 +108,14 @@ def test_an_innermost_coordinate_off_16_bytes_is_misaligned(load, store, wrong):
     message = f"innermost coordinate {wrong} of a tensor copy is misaligned: {2 * wrong} bytes are no multiple of 16"
     with pytest.raises(MemoryFault, match=message):
         launch(TMA, "copy<2>", (*maps, image, 512, load, 0, 0, store, 0, 0), shared=512)
+
+
+@pytest.mark.parametrize(("x", "y"), [(-8, 0), (0, -3)])
+def test_a_store_at_negative_coordinates_is_caught(x, y):
+    src, image = np.zeros((8, 64), np.float16), np.zeros(512, np.uint8)
+    maps = tensor_map(src, (8, 32)), tensor_map(src, (8, 32))
+    with pytest.raises(MemoryFault, match=rf"a tensor store at \({x}, {y}\)"):
+        launch(TMA, "copy<2>", (*maps, image, 512, 0, 0, 0, x, y, 0), shared=512)
 
 
 @pytest.mark.parametrize("completion", ["late", "early", "random"])

@@ -41,13 +41,14 @@ def hopper():
 def force(monkeypatch):
     """Fix tile, ring and number of blocks: few blocks walk over many tiles, short rings wrap often."""
 
-    def fix(block_n: int, ping_pong: bool = False, stages: int = 2, blocks: int = 2) -> None:
+    def fix(block_n: int, ping_pong=False, stages: int = 2, blocks: int = 2, block_m: int = 128, cluster=1) -> None:
         def chosen(problem, sm_count, max_shared_bytes):
-            config = sm90._config(problem, block_n, ping_pong, sm_count, max_shared_bytes)
+            config = sm90.configure(problem, sm_count, max_shared_bytes, block_m, block_n, cluster, ping_pong)
             assert config.stages >= stages
-            return dataclasses.replace(config, stages=stages, blocks=blocks)
+            return dataclasses.replace(config, stages=stages, blocks=blocks if cluster == 1 else config.blocks)
 
         monkeypatch.setattr(sm90, "select_config", chosen)
+        monkeypatch.setattr(sm90, "wants_split", lambda *_: False)
 
     return fix
 
@@ -97,15 +98,42 @@ def test_widths(hopper, force, rng, block_n, ping_pong):
     check(hopper, integers(rng, (129, 72), FLOAT16), integers(rng, (72, block_n + 24), FLOAT16), ("row", "col"))
 
 
+# block_n, cluster, ping_pong of tiles of 64 rows
+SHORT = [(64, 1, False), (256, 1, True), (64, 2, False), (192, 4, False), (128, 8, False)]
+
+
+@pytest.mark.parametrize("layouts", [*itertools.product(("row", "col"), repeat=2)], ids="-".join)
+@pytest.mark.parametrize("block_n, cluster, ping_pong", SHORT)
+def test_short_tiles(hopper, force, rng, layouts, block_n, cluster, ping_pong):
+    """64 rows, alone and in clusters that split K; eleven K blocks leave slices of different length."""
+    force(block_n, ping_pong, block_m=64, cluster=cluster)
+    check(hopper, integers(rng, (72, 696), FLOAT16), integers(rng, (696, block_n + 72), FLOAT16), layouts)
+
+
+@pytest.mark.parametrize("block_n, cluster", [(128, 2), (256, 4), (128, 8)])
+def test_clusters_of_tall_tiles(hopper, force, rng, block_n, cluster):
+    force(block_n, cluster=cluster, stages=3)
+    check(hopper, integers(rng, (130, 328), BFLOAT16), integers(rng, (328, 264), BFLOAT16), ("row", "col"))
+
+
+def test_slices_without_work(hopper, force, rng):
+    """K blocks for three of eight blocks, and for none where alpha is 0."""
+    force(128, block_m=64, cluster=8)
+    a, b = integers(rng, (64, 136), FLOAT16), integers(rng, (136, 128), FLOAT16)
+    check(hopper, a, b)
+    a, b = np.full_like(a, np.nan), np.full_like(b, np.nan)
+    assert (hopper.get(gemm(hopper.put(a), hopper.put(b), alpha=0.0)) == 0).all()
+
+
 @pytest.mark.parametrize("M, N, K", [(1, 8, 1), (64, 8, 63), (127, 16, 64), (133, 248, 65), (257, 128, 8)])
 def test_edges(hopper, rng, M, N, K):
     check(hopper, integers(rng, (M, K), BFLOAT16), integers(rng, (K, N), BFLOAT16), ("row", "col"))
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("N, dtype", [(125, "float16"), (128, "float32"), (131, "float32")])
-def test_results_that_tma_cannot_write(hopper, force, rng, N, dtype, ping_pong):
-    force(64, ping_pong)
+@pytest.mark.parametrize("tile", [{}, {"ping_pong": True}, {"block_m": 64, "cluster": 2}], ids=str)
+def test_results_that_tma_cannot_write(hopper, force, rng, N, dtype, tile):
+    force(64, **tile)
     check(hopper, integers(rng, (130, 72), FLOAT16), integers(rng, (72, N), FLOAT16), ("row", "col"), np.dtype(dtype))
 
 
@@ -116,10 +144,10 @@ def test_batches(hopper, force, rng, shape_a, shape_b):
     check(hopper, integers(rng, shape_a, FLOAT16), integers(rng, shape_b, FLOAT16), ("col", "col"))
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("tile", [{}, {"ping_pong": True}, {"block_m": 64, "cluster": 4}], ids=str)
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu", "swiglu"])
-def test_epilogue(hopper, force, rng, activation, ping_pong):
-    force(128, ping_pong)
+def test_epilogue(hopper, force, rng, activation, tile):
+    force(128, **tile)
     M, N, K = 136, 208, 72
     a, b, c = (rng.standard_normal(s).astype(FLOAT16) for s in ((M, K), (K, N), (M, N)))
     bias = rng.standard_normal(N).astype(FLOAT16)
@@ -156,10 +184,10 @@ def test_nan_stays_in_its_row(hopper, rng):
 
 @pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("block_n, ping_pong", [(64, False), (64, True)])
-def test_any_order_of_completion(force, rng, block_n, ping_pong, seed):
+@pytest.mark.parametrize("tile", [{}, {"ping_pong": True}, {"block_m": 64, "cluster": 4}], ids=str)
+def test_any_order_of_completion(force, rng, tile, seed):
     """Copies and products that land late, early or with the warps in another order: the same bits."""
-    force(block_n, ping_pong, stages=2 + seed % 2, blocks=1 + seed % 2)
+    force(64, stages=2 + seed % 2, blocks=1 + seed % 2, **tile)
     a, b = (rng.standard_normal(shape).astype(FLOAT16) for shape in ((264, 200), (200, 136)))
     results = []
     for completion in ("late", "early", "random"):
@@ -172,10 +200,11 @@ def test_any_order_of_completion(force, rng, block_n, ping_pong, seed):
 
 @pytest.mark.skipif(has_gpu(), reason="reads the emulator's report")
 def test_shared_memory_without_bank_conflicts(force, rng):
-    force(128)
-    with rawops.emulate(arch="sm_90a") as emu:
-        gemm(integers(rng, (128, 64), FLOAT16), integers(rng, (64, 128), FLOAT16))
-    assert emu.report[0].total.shared_conflicts == 0
+    for tile in ({}, {"block_m": 64, "cluster": 4}):
+        force(128, **tile)
+        with rawops.emulate(arch="sm_90a") as emu:
+            gemm(integers(rng, (128, 64), FLOAT16), integers(rng, (64, 128), FLOAT16))
+        assert emu.report[0].total.shared_conflicts == 0
 
 
 def test_what_tma_cannot_read_runs_elsewhere(rng):

@@ -90,9 +90,9 @@ def level(name: str) -> int:
     return matches[0]
 
 
-def part_of(name: str) -> str | None:
-    """The op that a module such as _gemm_sm90 is a private part of."""
-    return next((op for op in OPS if name.startswith(f"_{op}_")), None)
+def op_of(name: str) -> str | None:
+    """The op that a module is, or that a module such as _gemm_sm90 is a private part of."""
+    return next((op for op in OPS if name == op or name.startswith(f"_{op}_")), None)
 
 
 def allowed(importer: str, target: str) -> bool:
@@ -109,10 +109,13 @@ def allowed(importer: str, target: str) -> bool:
     if layer == other:
         return True
     if other == "_runtime":
-        return layer in OPS or part_of(layer) is not None
+        return op_of(layer) is not None
     if other == "_emulator":
         return importer == "_runtime.device"
-    return (importer, target) in SIDEWAYS or part_of(target) == importer
+    if target in OPS:
+        return (importer, target) in SIDEWAYS
+    ops = op_of(importer), op_of(target)
+    return None not in ops and (ops[0] == ops[1] or ops in SIDEWAYS)
 
 
 @pytest.mark.parametrize("name", MODULES, ids=lambda name: name or "rawops")
@@ -170,12 +173,16 @@ def test_rules_allow_and_forbid():
         ("_runtime.device", "_emulator"),
         ("lora", "gemm"),
         ("gemm", "_gemm_sm90"),
+        ("_gemm_call", "_gemm_sm90"),
+        ("lora", "_gemm_call"),
+        ("_lora_config", "_gemm_config"),
         ("", "gemm"),
     ]:
         assert allowed(*edge), edge
     for edge in [
         ("gemm", "lora"),
-        ("lora", "_gemm_sm90"),
+        ("attention", "_gemm_sm90"),
+        ("_gemm_config", "_lora_config"),
         ("_gemm_sm90", "gemm"),
         ("gemm", "_emulator"),
         ("gemm", ""),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import rawops
-from rawops.gemm import Problem
-from rawops.lora import FusedLoRA, lora_linear, select_config, shared_bytes
+from rawops._gemm_config import Problem
+from rawops._lora_config import select_config, shared_bytes
+from rawops.lora import FusedLoRA, lora_linear
 from rawops.testing import references
 from rawops.testing.tolerances import assert_close
 
@@ -260,10 +261,10 @@ def test_plan(device, rng, rank):
         out = device.guarded((rows, 34), np.float16)
         assert op(device.put(x), out=out) is out
         same(device, out, references.lora_linear(x, **weights, scaling=0.25, activation="relu"))
-    kept = list(op._workspaces.values())
+    kept = list(op._product.workspaces.values())
     on_device["b"][...] = 0
     same(device, op(device.put(x), out=out), references.gemm(x, weights["c"], bias=weights["bias"], activation="relu"))
-    assert all(before is after for before, after in zip(kept, op._workspaces.values(), strict=True))
+    assert all(before is after for before, after in zip(kept, op._product.workspaces.values(), strict=True))
 
 
 def test_from_peft(device, rng):

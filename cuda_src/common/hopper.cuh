@@ -137,9 +137,41 @@ template <int COUNT> __device__ inline void claim_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// A barrier of one warpgroup. ID 0 is that of __syncthreads(); an ID in a register would take all sixteen.
-template <int ID> __device__ inline void sync_warp_group() {
-    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(kWarpGroupSize) : "memory");
+// A barrier of COUNT threads, whole warps. ID 0 is that of __syncthreads(); an ID in a register would take all sixteen.
+template <int ID, int COUNT = kWarpGroupSize> __device__ inline void sync_group() {
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
+
+// --- clusters -------------------------------------------------------------------------------------------------------
+
+__device__ inline int cluster_rank() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Arriving publishes what this thread has written to shared memory; after waiting for all threads of the cluster but
+// those that have exited, what they published is there. Whole warps.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Reads from where `address` lies in another block of the cluster.
+__device__ inline void load_from_rank(float (&values)[4], uint32_t address, int rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
+        "}"
+        : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+        : "r"(address), "r"(rank)
+        : "memory");
+}
+
+__device__ inline void store_shared(uint32_t address, const float (&values)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values[0]), "f"(values[1]),
+                 "f"(values[2]), "f"(values[3])
+                 : "memory");
 }
 
 // --- swizzled tiles -------------------------------------------------------------------------------------------------

@@ -94,15 +94,18 @@ __device__ inline void load_shared(double& value, uint32_t address) {
     asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(address) : "memory");
 }
 
+// Rounds to the nearest TF32 value, ties away from zero, for a tensor core, which looks at the upper 19 bits only: what
+// this leaves in the others is noise. Half a unit of the last place is added as a number, so infinity and NaN stay what
+// they are, which an addition to the bits does not grant; cvt.rna does, with a branch's worth of predicates.
 __device__ inline uint32_t round_to_tf32(uint32_t bits) {
-    uint32_t rounded;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
-    return rounded;
+    const float power = __uint_as_float(bits & 0xff800000);  // of two, or infinity
+    return __float_as_uint(fmaf(power, 0x1p-11f, __uint_as_float(bits)));
 }
 
 // Reads fragments of 16 MN x one atom's K from a tile, for a warp whose part of the tile starts at row mn_begin
-// (a multiple of the part's own power-of-two size).
-template <class T, class Tile, bool kKMajor> struct FragmentReader {
+// (a multiple of the part's own power-of-two size). kPaired swaps registers 1 and 2: the two B fragments are then
+// {0, 1} and {2, 3}, register pairs as the tensor core takes them, which saves the moves.
+template <class T, class Tile, bool kKMajor, bool kPaired = false> struct FragmentReader {
     using Atom = MmaAtom<T>;
     using Register = typename Atom::Register;
     static constexpr bool kLdmatrix = sizeof(T) == 2 || (sizeof(T) == 4 && kKMajor);
@@ -110,10 +113,10 @@ template <class T, class Tile, bool kKMajor> struct FragmentReader {
     int lane_offset;
 
     __device__ FragmentReader(int mn_begin, int lane) {
-        if constexpr (kLdmatrix && kKMajor) {  // matrices: mn 0, mn 8, then both half an atom further along K
-            lane_offset = Tile::offset(mn_begin + lane % 16, lane / 16 * (Atom::K / 2));
-        } else if constexpr (kLdmatrix) {
-            lane_offset = Tile::offset(lane % 8 + lane / 16 * 8, mn_begin + lane / 8 % 2 * 8);
+        if constexpr (kLdmatrix) {  // the eight lanes lane / 8 give the rows of matrix lane / 8, of 8 MN x half an atom's K
+            const int mn = mn_half(lane / 8) * 8, k = k_half(lane / 8);
+            lane_offset = kKMajor ? Tile::offset(mn_begin + mn + lane % 8, k * (Atom::K / 2))
+                                  : Tile::offset(lane % 8 + k * 8, mn_begin + mn);
         } else if constexpr (kKMajor) {
             lane_offset = Tile::offset(mn_begin + lane / 4, lane % 4);
         } else {
@@ -122,14 +125,24 @@ template <class T, class Tile, bool kKMajor> struct FragmentReader {
     }
 
     __device__ void load(Register (&r)[4], uint32_t tile, int mn_step, int k_step) const {
+        read(r, tile, mn_step, k_step);
+        round(r);
+    }
+
+    // The two halves of load, for a caller that has work to do while shared memory answers.
+    __device__ void read(Register (&r)[4], uint32_t tile, int mn_step, int k_step) const {
         if constexpr (kLdmatrix) {
             ldmatrix<!kKMajor>(r, tile + moved(mn_step * 16, k_step * Atom::K));
         } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                load_shared(r[i], tile + moved(mn_step * 16 + i % 2 * 8, k_step * Atom::K + i / 2 * (Atom::K / 2)));
+                const int mn = mn_step * 16 + mn_half(i) * 8, k = k_step * Atom::K + k_half(i) * (Atom::K / 2);
+                load_shared(r[i], tile + moved(mn, k));
             }
         }
+    }
+
+    static __device__ void round(Register (&r)[4]) {
         if constexpr (is_same<T, float>) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) r[i] = round_to_tf32(r[i]);
@@ -137,6 +150,9 @@ template <class T, class Tile, bool kKMajor> struct FragmentReader {
     }
 
 private:
+    static constexpr __device__ int mn_half(int i) { return kPaired ? i / 2 : i % 2; }
+    static constexpr __device__ int k_half(int i) { return kPaired ? i % 2 : i / 2; }
+
     __device__ int moved(int mn, int k) const {
         return kKMajor ? Tile::moved(lane_offset, mn, k) : Tile::moved(lane_offset, k, mn);
     }

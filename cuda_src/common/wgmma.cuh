@@ -4,20 +4,20 @@
 
 namespace rawops {
 
-// An operand in shared memory as TMA brings it with the 128-byte swizzle: boxes of 64 elements along the contiguous
-// axis. K-major: rows along MN, each 64 of K. MN-major: rows along K, each 64 of MN, and one box after another.
-// Everything is aligned to 1024 bytes.
-template <bool kKMajor, int BLOCK_K> struct WgmmaOperand {
-    static constexpr int SPAN = 128;                     // bytes of a row
-    static constexpr int ATOM = 8 * SPAN;                // the pattern repeats after eight rows
-    static constexpr int BOX = BLOCK_K * SPAN;           // MN-major: from one 64 of MN to the next
-    static constexpr int K_STEP = kKMajor ? 32 : 2 * ATOM;  // bytes to the next 16 of K
+// An operand in shared memory as TMA brings it, in boxes whose rows are SPAN bytes along the contiguous axis and
+// swizzled over as many. K-major: rows along MN, each 64 of K. MN-major: rows along K, each SPAN / 2 of MN, and one box
+// after another. Everything is aligned to 8 * SPAN bytes, after which the swizzle repeats.
+template <bool kKMajor, int BLOCK_K, int SPAN = 128> struct WgmmaOperand {
+    static constexpr int ATOM = 8 * SPAN;
+    static constexpr int BOX = BLOCK_K * SPAN;                 // MN-major: from one box to the next
+    static constexpr int K_STEP = kKMajor ? 32 : 2 * ATOM;     // bytes to the next 16 of K
     static constexpr int ROWS_64 = kKMajor ? 64 * SPAN : BOX;  // bytes to the next 64 of MN
     static_assert(!kKMajor || BLOCK_K * 2 == SPAN, "a K-major tile is one box wide");
 
-    // The descriptor: address, bytes between boxes (leading), bytes between atoms (stride), each >> 4; swizzle 1 = 128.
+    // The descriptor: address, bytes between boxes (leading), bytes between atoms (stride), each >> 4; the swizzle.
     static __device__ uint64_t descriptor(uint32_t address) {
-        constexpr uint64_t kLeading = kKMajor ? 1 : BOX >> 4, kStride = ATOM >> 4, kSwizzle = 1;
+        constexpr uint64_t kLeading = kKMajor ? 1 : BOX >> 4, kStride = ATOM >> 4;
+        constexpr uint64_t kSwizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
         return kSwizzle << 62 | kStride << 32 | kLeading << 16 | address >> 4;
     }
     static __device__ uint64_t advance(uint64_t descriptor, int atoms, int k_steps) {
@@ -35,11 +35,15 @@ template <int PENDING> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps the compiler from moving reads of the accumulators before the wait that makes them valid.
-template <int COUNT> __device__ inline void wgmma_hold(float (&d)[COUNT]) {
+// Keeps the compiler from moving reads of these registers to before this place.
+template <int COUNT> __device__ inline void hold(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i]));
 }
+
+// The accumulators of one 16 x 8 part.
+__device__ inline float (&four(float* d))[4] { return *reinterpret_cast<float(*)[4]>(d); }
+__device__ inline const float (&four(const float* d))[4] { return *reinterpret_cast<const float(*)[4]>(d); }
 
 // d += a @ b (d = a @ b with accumulate == 0) for one step of 16 along K. d[4 * j + i] of lane l in warp w of the group
 // is row 16 * w + l / 4 + i / 2 * 8 and column 8 * j + l % 4 * 2 + i % 2. The instruction names every register, so each

@@ -79,6 +79,11 @@ class Context:
         self._states: dict[str, Any] = {}
         launch.add_spaces(self)
 
+    def attach(self, launch: Launch) -> None:
+        """Serve another launch, which differs in grid, parameters, memory and messages only."""
+        self.launch = launch
+        launch.refill_spaces(self)
+
     # ---- batches -------------------------------------------------------------------------------------
 
     def start(self, blocks: np.ndarray) -> Lanes:
@@ -249,14 +254,17 @@ class Context:
         """
         put = self.writer(destination, out_type)
         gets = [self.reader(*source) for source in sources]
-        plain = isinstance(fn, np.ufunc) and isinstance(destination, Reg)
-        constant = all(not isinstance(source[0], (Reg, Special, Not)) for source in sources)
-        direct = plain and not constant and self.register(destination).itemsize == SIZE[out_type]
-        if direct and not any(isinstance(source[0], (Not, Special)) for source in sources):
+        kinds = {type(operand) for operand, _ in sources}
+        direct = (
+            isinstance(fn, np.ufunc)
+            and isinstance(destination, Reg)
+            and self.register(destination).itemsize == SIZE[out_type]
+            and Reg in kinds
+            and kinds <= {Reg, Imm, Sym}
+        )
+        if direct:
             out = self.register(destination).view(DTYPE[out_type])
             whole = [self.whole(*source) for source in sources]
-        else:
-            direct = False
 
         def run(lanes: Lanes) -> None:
             if direct and lanes.full:

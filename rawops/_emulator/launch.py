@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
+from collections.abc import Hashable
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +23,19 @@ from .spaces import WINDOWS, ConstantSpace, GenericSpace, LocalSpace, Space
 from .types import SIZE
 
 Dim3 = tuple[int, int, int]
+
+# Machines of launches that have ended: binding the instructions is most of the work of a short launch.
+_idle: dict[Hashable, list[Machine]] = {}
+_MAX_IDLE = 8
+_lock = threading.Lock()
+
+
+def _keep(alike: Hashable, machines: list[Machine]) -> None:
+    """Leave machines to later launches, and give up the oldest."""
+    with _lock:
+        _idle[alike] = machines
+        if len(_idle) > _MAX_IDLE:
+            del _idle[next(iter(_idle))]
 
 
 class Launch:
@@ -141,6 +157,11 @@ class Launch:
         spaces.update(dict.fromkeys(("shared", "shared::cta", "shared::cluster"), shared))
         ctx.set_spaces(spaces, races)
 
+    def refill_spaces(self, ctx: Context) -> None:
+        """Put this launch's memory and parameters into the spaces of a context made for one like it."""
+        ctx.space("global").memory = self.memory
+        ctx.space("param").refill(self.params)
+
     # ---- running -------------------------------------------------------------------------------------
 
     def run(self) -> LaunchReport:
@@ -157,7 +178,11 @@ class Launch:
         clusters = max(min(self._resident_lanes // lanes, self.blocks // self.cluster_size), 1)
         resident = clusters * self.cluster_size
         todo = deque(np.split(np.arange(self.blocks), range(resident, self.blocks, resident)))
-        idle: list[Machine] = []
+        alike = self._alike(resident)
+        with _lock:
+            idle = _idle.pop(alike, [])
+        for machine in idle:
+            machine.attach(self)
         running: deque[Machine] = deque()
         stuck, progress = 0, self.progress
         while todo or running:
@@ -176,6 +201,13 @@ class Launch:
             progress = self.progress
             if stuck > len(running) and not todo:
                 raise self._deadlock(running)
+        if not self._globals:  # their addresses are bound into the instructions
+            _keep(alike, idle[:1])
+
+    def _alike(self, resident: int) -> Hashable:
+        """What launches have in common that can use each other's machines."""
+        options = self.check, self.completion == "random"
+        return self.program, self.block, self.dynamic_shared, len(self.params), resident, options
 
     def _deadlock(self, running: deque[Machine]) -> BarrierError:
         waiting = "\n".join(machine.describe() for machine in running)
@@ -219,6 +251,7 @@ def _generic_address(program: Program, addresses: dict[str, int], symbol: Sym) -
     return (address + symbol.offset).to_bytes(8, "little")
 
 
+@lru_cache(64)
 def _smallest_shared_access(program: Program) -> int:
     """Bytes of the narrowest access that the program may make to shared memory."""
     smallest = 16

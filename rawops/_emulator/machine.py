@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from .lanes import Lanes, Wait
 from .operands import Group, Sym
 from .parser import Instruction
 from .steps import Step, basic_blocks, bind, guard_of, is_terminator
+
+if TYPE_CHECKING:
+    from .launch import Launch
 
 # Rounds in which all that can run only polls memory, before other blocks get their turn.
 _PATIENCE = 16
@@ -53,11 +57,15 @@ class Machine:
         self._yielded: dict[Key, Lanes] = {}
         self._returns: dict[str, np.ndarray] = {}
         self._branches: dict[int, Callable[[Lanes], np.ndarray]] = {}
-        self._rng = ctx.launch.rng
         self._group_of: np.ndarray | None = None
-        if self._rng is not None:
+        if ctx.launch.rng is not None:
             wide = any(lookup(ins).scope == "warpgroup" for ins in self._code if ins.opcode[0] == "wgmma")
             self._group_of = ctx.block_of * -(-ctx.W // 4) + ctx.thread_of // 128 if wide else ctx.warp_of
+
+    def attach(self, launch: Launch) -> None:
+        """Serve another launch; what is bound stays."""
+        self.ctx.attach(launch)
+        self._gave_up_at = -1
 
     def start(self, blocks: np.ndarray) -> None:
         """Take up a batch of blocks."""
@@ -88,10 +96,11 @@ class Machine:
     # ---- fronts --------------------------------------------------------------------------------------
 
     def _choose(self) -> Key:
-        if self._rng is None:
+        rng = self.ctx.launch.rng
+        if rng is None:
             return min(self._fronts)
         groups = sorted({group for group, _ in self._fronts})
-        group = groups[self._rng.integers(len(groups))]
+        group = groups[rng.integers(len(groups))]
         return min(key for key in self._fronts if key[0] == group)
 
     def _push(self, index: int, lanes: Lanes) -> None:
@@ -174,7 +183,7 @@ class Machine:
 
     def _bind(self, index: int) -> Step:
         self.ctx.current = self._code[index]
-        step = self._steps[index] = bind(self._code[index : self._ends[index]], self.ctx)
+        step = self._steps[index] = bind(self._code, index, self._ends[index], self.ctx)
         return step
 
     def _gather(self, index: int, lanes: Lanes, step: Step) -> Lanes | None:

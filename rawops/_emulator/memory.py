@@ -126,7 +126,7 @@ class GlobalSpace(Space):
 
     def __init__(self, ctx: Context, memory: GlobalMemory) -> None:
         super().__init__(ctx)
-        self._memory = memory
+        self.memory = memory
 
     def locate(self, addresses: np.ndarray, size: int, owners: np.ndarray, access: str) -> list[Piece]:
         refuse_misaligned(self.ctx, addresses, size, owners)
@@ -134,7 +134,7 @@ class GlobalSpace(Space):
         if self.ctx.launch.check:
             self.ctx.launch.report.global_access(self.ctx, addresses, size, owners, write)
         low, high = int(addresses.min()), int(addresses.max())
-        segment = self._memory.find(low)
+        segment = self.memory.find(low)
         if segment is not None and segment.alive:
             for start, end in segment.writable if write else segment.readable:
                 if start <= low and high + size <= end:
@@ -147,7 +147,7 @@ class GlobalSpace(Space):
         left = np.arange(len(addresses))
         while len(left):
             there = addresses[left]
-            segment = self._memory.find(int(there[0]))
+            segment = self.memory.find(int(there[0]))
             inside = np.zeros(len(left), bool)
             if segment is not None and segment.alive:
                 for start, end in segment.writable if write else segment.readable:
@@ -161,7 +161,7 @@ class GlobalSpace(Space):
     def _fault(self, address: int, size: int, owner: int, write: bool) -> MemoryFault:
         """What is wrong with an address, and which allocation it is near."""
         verb = "store" if write else "load"
-        segment = self._memory.nearest(address)
+        segment = self.memory.nearest(address)
         if segment is None:
             where = "nothing is mapped"
         elif not segment.alive and segment.base <= address < segment.base + segment.size:

@@ -175,19 +175,21 @@ class _Operands:
         return Mem(target, sign * offset, extra)
 
 
-def register_names(operands: tuple[Operand, ...]) -> Iterator[str]:
+def names_of(kind: type[Reg] | type[Sym], operands: tuple[Operand, ...]) -> Iterator[str]:
+    """The names of all registers, or symbols, in operands."""
     for op in operands:
         match op:
-            case Reg():
-                yield op.name
+            case Reg() | Sym():
+                if isinstance(op, kind):
+                    yield op.name
             case Not():
-                yield op.operand.name
+                yield from names_of(kind, (op.operand,))
             case Vec() | Group():
-                yield from register_names(op.items)
+                yield from names_of(kind, op.items)
             case Pair():
-                yield from register_names((op.first, op.second))
+                yield from names_of(kind, (op.first, op.second))
             case Mem():
-                yield from register_names((op.base, *op.extra))
+                yield from names_of(kind, (op.base, *op.extra))
 
 
 def split_offset(token: str) -> tuple[str, int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedPTX
-from .operands import Operand, Reg, Sink, Special, Sym, read_number, read_operands, register_names, split_offset
+from .operands import Operand, Reg, Sink, Special, Sym, names_of, read_number, read_operands, split_offset
 from .shared import SHARED_BASE
 from .types import DTYPE, SIZE
 
@@ -80,7 +80,7 @@ class Function:
     cluster: tuple[int, int, int] = (1, 1, 1)
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """A decoded kernel with everything it can call.
 
@@ -111,7 +111,7 @@ class Program:
         names: set[str] = set()
         for ins in self.instructions:
             operands = ins.operands[1:] if ins.opcode[0] == "atom" else ins.operands
-            names.update(register_names(operands))
+            names.update(names_of(Reg, operands))
             if ins.guard is not None:
                 names.add(ins.guard[0].name)
         return frozenset(names)
@@ -355,7 +355,19 @@ class _Parser:
                 function = self.functions.get(names[0]) if names else None
                 ins.targets = (function.start,) if function and function.start >= 0 else ()
 
+    def _drop_unused_variables(self) -> None:
+        """Forget the module's variables that no code names: NVRTC writes out every static constant."""
+        used: set[str] = set()
+        todo = {name for ins in self.instructions for name in names_of(Sym, ins.operands)}
+        while todo:
+            used |= todo
+            known = [self.variables[name] for name in todo if name in self.variables]
+            todo = {sym.name for variable in known for sym in variable.relocations.values()} - used
+        module = ("global", "const")
+        self.variables = {n: v for n, v in self.variables.items() if n in used or v.space not in module}
+
     def _finish(self) -> Program:
+        self._drop_unused_variables()
         sizes = dict.fromkeys(("shared", "local", "const", "param"), 0)
         sizes["shared"] = SHARED_BASE
         dynamic = [v for v in self.variables.values() if v.space == "shared" and v.size == 0]

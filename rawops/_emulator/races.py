@@ -11,6 +11,7 @@ from ..errors import RaceError, UninitializedRead
 
 if TYPE_CHECKING:
     from .context import Context
+    from .parser import Place
 
 _NEVER = 1 << 30  # later than any tick: "has done nothing there is to see"
 
@@ -42,7 +43,6 @@ class Clocks:
         self.agent_of = ctx.block_of * self.per_block + ctx.warp_of % ctx.W
         self.column_of = self.column(self.agent_of)
         self.now = 0
-        self.places: list[int] = [0]  # which instruction took each tick
         self._ctx = ctx
         agents = np.arange(ctx.R * self.per_block)
         self._is_warp = agents % self.per_block != ctx.W
@@ -58,6 +58,7 @@ class Clocks:
     def reset(self) -> None:
         """A new batch: everything done so far is seen by all; engines have done nothing."""
         self.foreign = self.any_fence = False
+        self._first, self._indices = self.now, [0]  # which instruction took each tick since then
         self.fenced[:] = self.now
         self.seen[:] = self.now
         self.seen[:, ~self._is_warp[: self.columns]] = _NEVER
@@ -66,8 +67,12 @@ class Clocks:
     def tick(self) -> int:
         """The time of a new access by the current instruction."""
         self.now += 1
-        self.places.append(self._ctx.current.index)
+        self._indices.append(self._ctx.current.index)
         return self.now
+
+    def place(self, time: int) -> Place:
+        """The source line of the access that took a tick in this batch."""
+        return self._ctx.program.instructions[self._indices[time - self._first]].place
 
     def agents(self, warps: np.ndarray) -> np.ndarray:
         """Agent numbers of resident warps (``block * W + warp``)."""
@@ -210,7 +215,7 @@ class Shadow:
         unfenced &= (stamps & _ENGINE) == 0
         if unfenced.any():
             at = np.flatnonzero(unfenced)[0]
-            place = self._ctx.program.instructions[self._clocks.places[int(stamps[at] >> _SHIFT)]].place
+            place = self._clocks.place(int(stamps[at] >> _SHIFT))
             raise self._ctx.error(
                 RaceError,
                 f"the async proxy reads shared memory that {self._ctx.who(lanes[at])} wrote at {place} "
@@ -314,9 +319,7 @@ class Shadow:
         """Raise the race of `owners[at]` with the access that made `stamps[at]`."""
         ctx, stamp = self._ctx, int(stamps[at])
         time, lane = stamp >> 32, stamp & int(_LANE)
-        place = ""
-        if time < len(self._clocks.places):
-            place = f" at {ctx.program.instructions[self._clocks.places[time]].place}"
+        place = f" at {self._clocks.place(time)}" if time <= self._clocks.now else ""
         raise ctx.error(
             RaceError,
             f"{access} of shared memory races with {what} {ctx.who(lane)}{place}: nothing orders the two",

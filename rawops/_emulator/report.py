@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,17 +149,15 @@ class LaunchReport:
         """Sum the counts up by line and class."""
         self.seconds = seconds
         self._patterns.clear()
-        executed = np.cumsum(self._ran)
-        for index in np.flatnonzero(executed).tolist():
-            ins = self._program.instructions[index]
-            site = self._site(index)
-            site.instructions = int(executed[index])
-            kind = kind_of(ins)
-            self.instructions[kind] = self.instructions.get(kind, 0) + site.instructions
+        executed = np.cumsum(self._ran[:-1])
+        kinds, lines = _classes(self._program)
+        self.instructions.update(kinds.sums(executed))
+        self.lines.update((line, Counters(count)) for line, count in lines.sums(executed).items())
         for index, site in self._sites.items():
             place = self._program.instructions[index].place
-            self.lines.setdefault((place.file, place.line), Counters()).add(site)
-            self.total.add(site)
+            self.lines[place.file, place.line].add(site)
+        for counters in self.lines.values():
+            self.total.add(counters)
 
     def table(self) -> list[dict[str, Any]]:
         """One row a source line, the costliest first, as plain dictionaries."""
@@ -185,6 +184,27 @@ class LaunchReport:
                 f"  tensor-core FLOPs   {self.flops}",
             )
         )
+
+
+class _Labels:
+    """A label for each instruction of a program, to sum counts up by."""
+
+    def __init__(self, labels: list[Any]) -> None:
+        self._labels = list(dict.fromkeys(labels))
+        numbers = {label: number for number, label in enumerate(self._labels)}
+        self._numbers = np.array([numbers[label] for label in labels])
+
+    def sums(self, counts: np.ndarray) -> dict[Any, int]:
+        """The sum of the instructions' counts by label, where it is not 0."""
+        sums = np.bincount(self._numbers, counts)
+        return {self._labels[number]: int(sums[number]) for number in np.flatnonzero(sums).tolist()}
+
+
+@lru_cache(64)
+def _classes(program: Program) -> tuple[_Labels, _Labels]:
+    """The class and the source line of every instruction."""
+    code = program.instructions
+    return _Labels([kind_of(ins) for ins in code]), _Labels([(ins.place.file, ins.place.line) for ins in code])
 
 
 def _coalescing(ctx: Context, relative: np.ndarray, size: int, owners: np.ndarray) -> tuple[int, ...]:
@@ -219,5 +239,6 @@ def _conflicts(ctx: Context, relative: np.ndarray, size: int, owners: np.ndarray
     bank = (words & np.uint64(31)).astype(np.intp)
     load = np.bincount(phase * 32 + bank).astype(np.int64)
     load = np.pad(load, (0, -len(load) % 32)).reshape(-1, 32).max(axis=1)
-    requests = len(np.unique(phase * phase_lanes // 32))
+    warps = phase * phase_lanes // 32  # ascending
+    requests = 1 + int(np.count_nonzero(warps[1:] != warps[:-1]))
     return requests, int(np.maximum(load - 1, 0).sum())

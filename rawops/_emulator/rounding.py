@@ -10,6 +10,8 @@ import numpy as np
 
 from .types import CANONICAL_NAN, f32_to_bf16
 
+DIRECTED = ("rz", "rm", "rp")  # rounding modes other than to nearest
+
 _F32_NAN = CANONICAL_NAN["f32"]
 _F64_NAN = np.uint64(0xFFF8000000000000)
 _F64_QUIET = np.uint64(0x0008000000000000)
@@ -131,8 +133,8 @@ def _exact_fma(a: float, b: float, c: float) -> float:
         return float("inf") if exact > 0 else float("-inf")
 
 
-def direct(nearest: np.ndarray, residual: np.ndarray, mode: str) -> np.ndarray:
-    """Turn a nearest result into one rounded by `mode` ("rz", "rm", "rp").
+def directed(nearest: np.ndarray, residual: np.ndarray, mode: str) -> np.ndarray:
+    """Turn a nearest result into one rounded by a `DIRECTED` mode.
 
     `residual` has the sign of the exact result minus `nearest`.
     """
@@ -145,12 +147,12 @@ def direct(nearest: np.ndarray, residual: np.ndarray, mode: str) -> np.ndarray:
     return np.where(away, np.nextafter(nearest, nearest.dtype.type(0)), nearest)
 
 
-def direct_sum(total: np.ndarray, error: np.ndarray, mode: str, x: Any, y: Any) -> np.ndarray:
+def directed_sum(total: np.ndarray, error: np.ndarray, mode: str, x: Any, y: Any) -> np.ndarray:
     """float32 of the exact ``total + error`` = x + y (float64 each) by a directed mode."""
     nearest = np.asarray(total).astype(np.float32)
     gap = total - nearest
     residual = np.where(gap != 0, gap, error)
-    return zero_sign(direct(nearest, residual, mode), residual, x, y, mode)
+    return zero_sign(directed(nearest, residual, mode), residual, x, y, mode)
 
 
 def zero_sign(result: np.ndarray, residual: np.ndarray, x: Any, y: Any, mode: str) -> np.ndarray:

@@ -95,6 +95,10 @@ class ConstantSpace(Space):
         self._size = len(data)
         self._views = {n: self.data.view(dtype) for n, dtype in UINT.items()}
 
+    def refill(self, data: bytes) -> None:
+        """Other bytes of the same number."""
+        self.data[: self._size] = np.frombuffer(data, np.uint8)
+
     def locate(self, addresses: np.ndarray, size: int, owners: np.ndarray, access: str) -> list[Piece]:
         if access != "load":
             raise self.ctx.error(MemoryFault, f"store to {self._name} memory, which is read-only", owners[0])

@@ -17,8 +17,8 @@ SM_COUNT = 132
 
 
 def is_volatile(name: str) -> bool:
-    """Whether the register changes while a block runs."""
-    return name.startswith(("clock", "globaltimer"))
+    """Whether the register has to be looked up at every read: it may change while a block runs, or by launch."""
+    return name.startswith(("clock", "globaltimer", "nctaid", "nclusterid"))
 
 
 def special_register(ctx: Context, name: str) -> np.ndarray | int:

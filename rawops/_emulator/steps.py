@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 _TERMINATORS = frozenset({"bra", "brx", "call", "ret", "exit"})
 _STRONG = frozenset({"volatile", "relaxed", "acquire"})
 
-# How few instructions are not worth running as one, and how many values overflow the cache.
+# How few instructions are worth running as one, and up to how many values: temporaries beyond 128 KiB, which the
+# allocator gets from the system one by one, cost more than the calls saved.
 _MIN_FUSED = 4
-_MAX_FUSED_VALUES = 32768
+_MAX_FUSED_VALUES = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -47,15 +48,17 @@ class Step:
     length: int = 1
 
 
-def bind(code: list[Instruction], ctx: Context) -> Step:
-    """Make the closure of the first instruction of a basic block, and what decides when its lanes are complete.
+def bind(code: list[Instruction], index: int, end: int, ctx: Context) -> Step:
+    """Make the closure of the instruction at an index, and what decides when its lanes are complete.
 
-    Neighbours that do the same to other registers, as in an unrolled loop, go into the same step.
+    Those that follow it in its basic block, which ends at `end`, go into the same step if they do the same to
+    other registers, as in an unrolled loop.
     """
-    ins = code[0]
+    ins = code[index]
     entry = lookup(ins)
-    if entry.fuses:
-        like = _alike(code[: _MAX_FUSED_VALUES // ctx.L])
+    most = _MAX_FUSED_VALUES // ctx.L
+    if entry.fuses and most >= _MIN_FUSED:
+        like = _alike(code[index : min(end, index + most)])
         if len(like) >= _MIN_FUSED:
             return Step(ins, entry.binder(_fused(like), ctx), length=len(like))
     run = entry.binder(ins, ctx)
@@ -70,15 +73,17 @@ def bind(code: list[Instruction], ctx: Context) -> Step:
 
 def _alike(code: list[Instruction]) -> list[Instruction]:
     """The first instructions that may run at once: the same but for registers, none using another's result."""
+    first = code[0]
     written: set[Operand] = set()
     for count, ins in enumerate(code):
+        if ins.opcode != first.opcode or ins.guard is not None or "cc" in ins.opcode:
+            return code[:count]
         target, *sources = ins.operands
-        same = ins.opcode == code[0].opcode and ins.guard is None and "cc" not in ins.opcode
-        fits = all(
-            isinstance(op, Reg) if isinstance(first, Reg) else isinstance(first, Imm) and op == first
-            for op, first in zip(ins.operands, code[0].operands, strict=False)
+        same_form = all(
+            isinstance(op, Reg) if isinstance(model, Reg) else isinstance(model, Imm) and op == model
+            for op, model in zip(ins.operands, first.operands, strict=True)
         )
-        if not (same and fits) or target in written or not written.isdisjoint(sources):
+        if not same_form or target in written or not written.isdisjoint(sources):
             return code[:count]
         written.add(target)
     return code

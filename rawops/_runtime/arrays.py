@@ -15,6 +15,45 @@ from rawops._runtime.checks import fail
 _CARRIERS = {"torch.bfloat16": "int16", "torch.float8_e4m3fn": "uint8", "torch.float8_e5m2": "uint8"}
 
 
+_native: type | tuple = ()  # cupy.ndarray, from when `take` has first seen it
+
+
+def signature(operands: tuple) -> tuple[list, list] | None:
+    """Return all that a launch depends on, for arrays that can be launched on as they are: the fast path of the ops.
+
+    Parameters
+    ----------
+    operands : tuple of array or None
+
+    Returns
+    -------
+    list
+        A key: for each array its shape, strides, dtype and alignment to 16 bytes, then the number of their device.
+    list of int
+        The addresses of the first elements, 0 for None; that of an empty array may be anything.
+
+    Or None, where an array is not CuPy's or is on another device than the first: what `take` and `device_of` are for.
+    """
+    native, key, addresses, ordinal = _native, [], [], None
+    for x in operands:
+        if x is None:
+            key.append(None)
+            addresses.append(0)
+        elif isinstance(x, native):
+            memory = x.data
+            address = memory.ptr
+            if memory.device_id != ordinal:
+                if ordinal is not None:
+                    return None
+                ordinal = memory.device_id
+            key += (x.shape, x.strides, x.dtype, address & 15)
+            addresses.append(address)
+        else:
+            return None
+    key.append(ordinal)
+    return key, addresses
+
+
 def take(function: str, **named) -> tuple[list, Callable]:
     """Turn the arguments of an op into CuPy arrays (or NumPy arrays under emulation) without copying.
 
@@ -32,8 +71,9 @@ def take(function: str, **named) -> tuple[list, Callable]:
     callable
         Turns a result into the kind of the first array; an ``out`` that was given comes back as the same object.
     """
+    global _native
     cupy = sys.modules.get("cupy")
-    native = cupy.ndarray if cupy is not None else None
+    _native = native = cupy.ndarray if cupy is not None else ()
     values, first = [], None
     for name, x in named.items():
         if x is not None:

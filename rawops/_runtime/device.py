@@ -30,12 +30,9 @@ def arch_name(capability: int) -> str:
 
 
 class Layout:
-    """Packs kernel arguments into one buffer, at the offsets that the compiler gave the parameters.
+    """How kernel arguments lie in one buffer: at the offsets that the compiler gave the parameters."""
 
-    Each thread has its own buffer; `on_new_thread` is called when one is made.
-    """
-
-    def __init__(self, parameters: tuple[compiler.Parameter, ...], on_new_thread=lambda: None) -> None:
+    def __init__(self, parameters: tuple[compiler.Parameter, ...]) -> None:
         offset, code, self.offsets = 0, "<", []
         for p in parameters:
             start = -(-offset // p.align) * p.align
@@ -44,26 +41,13 @@ class Layout:
             offset = start + p.size
         self.struct = struct.Struct(code)
         self.size = offset
-        self._on_new_thread = on_new_thread
-        self._local = threading.local()
 
-    def pack(self, values: tuple) -> int:
-        """Pack `values` into this thread's buffer and return the address of the array of pointers to them."""
-        try:
-            buffer, table = self._local.buffer, self._local.table
-        except AttributeError:
-            buffer, table = self._new_buffer()
-        self.struct.pack_into(buffer, 0, *values)
-        return table
-
-    def _new_buffer(self):
-        self._on_new_thread()
+    def new_buffer(self) -> tuple:
+        """Return a buffer for `struct`, and an array of pointers to the parameters in it."""
         buffer = ctypes.create_string_buffer(max(self.size, 1))
         start = ctypes.addressof(buffer)
         pointers = (ctypes.c_void_p * max(len(self.offsets), 1))(*[start + o for o in self.offsets])
-        self._local.buffer, self._local.keep = buffer, pointers
-        self._local.table = ctypes.addressof(pointers)
-        return buffer, self._local.table
+        return buffer, pointers
 
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
@@ -75,12 +59,14 @@ class CudaDevice:
     is_emulated = False
 
     def __init__(self, ordinal: int) -> None:
-        from cupy import ndarray
-        from cupy.cuda import driver, get_current_stream, runtime
+        import cupy
+        from cupy.cuda import driver, runtime
 
-        self.array_type = ndarray
+        self.array_type = cupy.ndarray
         self.ordinal, self.functions = ordinal, {}
-        self._runtime, self._driver, self._stream = runtime, driver, get_current_stream
+        self.get_current, self.set_current = runtime.getDevice, runtime.setDevice
+        self.get_stream, self.launch_kernel = cupy.cuda.get_current_stream, driver.launchKernel
+        self.set_attribute = driver.funcSetAttribute
         attribute = functools.partial(runtime.deviceGetAttribute, device=ordinal)
         self.capability = 10 * attribute(75) + attribute(76)  # cudaDevAttrComputeCapabilityMajor, Minor
         self.sm_count = attribute(16)  # cudaDevAttrMultiProcessorCount
@@ -100,32 +86,22 @@ class CudaDevice:
 
     def empty(self, shape, dtype):
         """Allocate an array from CuPy's pool on this device."""
-        import cupy
-
-        if self._runtime.getDevice() == self.ordinal:
-            return cupy.empty(shape, dtype)
-        with cupy.cuda.Device(self.ordinal):
-            return cupy.empty(shape, dtype)
+        current = self.get_current()
+        if current == self.ordinal:
+            return self.array_type(shape, dtype)
+        self.set_current(self.ordinal)
+        try:
+            return self.array_type(shape, dtype)
+        finally:
+            self.set_current(current)
 
     def bind_context(self) -> None:
         """Give this thread its CUDA context, which the runtime does by itself and the driver does not."""
-        self._runtime.setDevice(self._runtime.getDevice())
+        self.set_current(self.get_current())
 
     def load(self, compiled: compiler.Compiled) -> CudaFunction:
         """Load a compiled instance on this device."""
         return CudaFunction(self, compiled)
-
-    def launch(self, function: int, grid, block, shared_bytes: int, table: int) -> None:
-        """Launch on CuPy's current stream of this device; the current device stays what it was."""
-        runtime = self._runtime
-        current = runtime.getDevice()
-        if current != self.ordinal:
-            runtime.setDevice(self.ordinal)
-        try:
-            self._driver.launchKernel(function, *grid, *block, shared_bytes, self._stream().ptr, table, 0)
-        finally:
-            if current != self.ordinal:
-                runtime.setDevice(current)
 
 
 class CudaFunction:
@@ -135,8 +111,11 @@ class CudaFunction:
         import cupy
 
         self.device, self.compiled = device, compiled
-        self.layout = Layout(compiled.parameters, device.bind_context)
+        self._ordinal = device.ordinal
+        self._layout = Layout(compiled.parameters)
+        self._pack_into = self._layout.struct.pack_into
         self._shared_limit = _DEFAULT_SHARED - compiled.resources.shared_bytes
+        self._local = threading.local()
         self._lock = threading.Lock()
         with cupy.cuda.Device(device.ordinal), _capture_allowed():
             self._module = cupy.cuda.Module()
@@ -144,18 +123,42 @@ class CudaFunction:
             self._function = self._module.get_function(compiled.lowered)
         self._pointer = self._function.ptr
 
-    def __call__(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
-        """Launch with values in parameter order: ints, floats, and bytes for structs."""
-        table = self.layout.pack(values)
+    def launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+        """Launch on CuPy's current stream of the device; the current device stays what it was.
+
+        All in one function, since a call of another one costs a good part of what is done here. Each thread has its
+        own buffer, which the driver reads without Python's lock.
+        """
+        try:
+            buffer, table = self._local.arguments
+        except AttributeError:
+            buffer, table = self._new_arguments()
+        self._pack_into(buffer, 0, *values)
         if shared_bytes > self._shared_limit:
             self._opt_in(shared_bytes)
-        self.device.launch(self._pointer, grid, block, shared_bytes, table)
+        device = self.device
+        current = device.get_current()
+        elsewhere = current != self._ordinal
+        if elsewhere:
+            device.set_current(self._ordinal)
+        try:
+            device.launch_kernel(self._pointer, *grid, *block, shared_bytes, device.get_stream().ptr, table, 0)
+        finally:
+            if elsewhere:
+                device.set_current(current)
+
+    def _new_arguments(self) -> tuple:
+        self.device.bind_context()
+        buffer, pointers = self._layout.new_buffer()
+        self._local.keep = pointers
+        self._local.arguments = arguments = buffer, ctypes.addressof(pointers)
+        return arguments
 
     def _opt_in(self, shared_bytes: int) -> None:
         check_shared(self.device, self.compiled, shared_bytes)
         with self._lock, _capture_allowed():
             if shared_bytes > self._shared_limit:
-                self.device._driver.funcSetAttribute(self._pointer, _MAX_DYNAMIC_SHARED, shared_bytes)
+                self.device.set_attribute(self._pointer, _MAX_DYNAMIC_SHARED, shared_bytes)
                 self._shared_limit = shared_bytes
 
 
@@ -243,17 +246,17 @@ class EmulatedFunction:
     """A kernel instance that the emulator runs."""
 
     def __init__(self, device: EmulatedDevice, compiled: compiler.Compiled) -> None:
-        self.device, self.compiled, self.layout = device, compiled, Layout(compiled.parameters)
+        self.device, self.compiled, self._layout = device, compiled, Layout(compiled.parameters)
         self.program = device.emulator.Program.parse(compiled.ptx, compiled.lowered)
 
-    def __call__(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+    def launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
         """Run with values in parameter order: ints, floats, and bytes for structs."""
         check_shared(self.device, self.compiled, shared_bytes)
         report = self.device.emulator.emulate_launch(
             self.program,
             tuple(grid),
             tuple(block),
-            self.layout.struct.pack(*values),
+            self._layout.struct.pack(*values),
             memory=self.device.memory,
             shared_bytes=shared_bytes,
             kernel_name=self.compiled.expression,

@@ -66,9 +66,9 @@ class Instance:
         self.source, self.expression, self.options = source, expression, tuple(options)
         self.struct_size = struct_size
         self.compiled: dict[str, compiler.Compiled] = {}
-        self.generation = 0
+        self._functions: weakref.WeakSet[Function] = weakref.WeakSet()  # on all devices
         self._stale: set[str] = set()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         Instance._all.add(self)
 
     def compile(self, arch: str) -> compiler.Compiled:
@@ -77,7 +77,7 @@ class Instance:
         When the source was edited, a failure is raised once and the last good result stays in place.
         """
         if arch not in self.compiled or arch in self._stale:
-            with self._lock:
+            with self.lock:
                 if arch not in self.compiled or arch in self._stale:
                     self._stale.discard(arch)
                     self.compiled[arch] = self._fresh(arch)
@@ -85,8 +85,10 @@ class Instance:
 
     def outdate(self, archs: Iterable[str]) -> None:
         """Have the source compiled anew for `archs` before the next launch."""
-        self._stale.update(archs)
-        self.generation += 1
+        with self.lock:
+            self._stale.update(archs)
+            for function in self._functions:
+                function.outdate()
 
     def _fresh(self, arch: str) -> compiler.Compiled:
         compiled = compiler.compile_instance(self.source, self.expression, self.options, arch)
@@ -100,38 +102,47 @@ class Instance:
     def on(self, device: devices.Device) -> Function:
         """Return the instance loaded on a device."""
         if self not in device.functions:
-            with self._lock:
+            with self.lock:
                 if self not in device.functions:
-                    device.functions[self] = Function(self, device)
+                    device.functions[self] = function = Function(self, device)
+                    self._functions.add(function)
         return device.functions[self]
 
 
 class Function:
-    """An instance on a device: what a plan keeps and launches."""
+    """An instance on a device: what a plan keeps and launches.
+
+    Attributes
+    ----------
+    launch : callable
+        Takes grid, block, values in C++ parameter order (ints for pointers, numbers, bytes for structs) and
+        ``shared_bytes=0``. It changes when a source is edited: look it up anew for every launch.
+    """
 
     def __init__(self, instance: Instance, device: devices.Device) -> None:
         self.instance, self.device = instance, device
-        self.generation = instance.generation
-        self._loaded = device.load(instance.compile(device.arch))
         self._retired: list = []  # a captured graph may hold the kernel from before a reload
-
-    def launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
-        """Launch with values in C++ parameter order: ints for pointers, numbers, bytes for structs."""
-        if self.generation != self.instance.generation:
-            self._refresh()
-        self._loaded(grid, block, values, shared_bytes)
+        self._use(device.load(instance.compile(device.arch)))
 
     @property
     def compiled(self) -> compiler.Compiled:
         return self._loaded.compiled
 
-    def _refresh(self) -> None:
-        """Take an edited source into use."""
-        self.generation = self.instance.generation
-        current = self.instance.compile(self.device.arch)
-        if current is not self._loaded.compiled:
-            self._retired.append(self._loaded)
-            self._loaded = self.device.load(current)
+    def outdate(self) -> None:
+        """Take an edited source into use at the next launch."""
+        self.launch = self._refresh_and_launch
+
+    def _use(self, loaded) -> None:
+        self._loaded, self.launch = loaded, loaded.launch
+
+    def _refresh_and_launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+        with self.instance.lock:
+            self._use(self._loaded)  # if the source does not compile, which is raised once
+            current = self.instance.compile(self.device.arch)
+            if current is not self._loaded.compiled:
+                self._retired.append(self._loaded)
+                self._use(self.device.load(current))
+        self.launch(grid, block, values, shared_bytes)
 
 
 class KernelSpec:

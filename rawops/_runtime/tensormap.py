@@ -50,7 +50,8 @@ class TensorMap:
         is the item size.
     box : tuple of int
         Elements along each axis that one copy covers, each at most 256; the innermost row of it is a
-        multiple of 16 bytes and, when swizzled, no wider than the swizzle.
+        multiple of 16 bytes and, when swizzled, no wider than the swizzle. In shared memory swizzled rows begin
+        a swizzle's width apart, also where they are narrower.
     swizzle : {0, 32, 64, 128}
         Width in bytes of the swizzle pattern in shared memory.
     l2_promotion : {0, 64, 128, 256}

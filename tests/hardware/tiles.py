@@ -55,11 +55,14 @@ def _load(dtype: str, shape, box, swizzle: int, fill: str = "zero", steps=(), cu
 
 
 def _store(dtype: str, shape, box, swizzle: int, add: bool = False, cut: int = 0) -> Family:
-    """Boxes side by side across the edges; they overlap where they are added. `cut` as in `_load`."""
+    """Boxes inside, across the upper edges and outside; some overlap where they are added. `cut` as in `_load`.
+
+    Negative coordinates fault.
+    """
     width, height = box[-1], box[-2]
-    overlap = width // 2 if add else 0
-    unit = 16 // np.dtype(dtype).itemsize
-    corners = [(-unit, -3, 0), (-unit + width - overlap, -3, 0), (unit, -3 + height, 1)]
+    rows, columns = shape[-2:]
+    across = columns - width + 16 // np.dtype(dtype).itemsize, max(height, rows - height + 3), shape[0] - 1
+    corners = [(0, 0, 0), across, (columns, 0, 0), (0, rows, 0)] + [(width // 2, 0, 0)] * add
 
     def arguments(inputs, out) -> tuple:
         return _encoded(_map(out[..., : shape[-1] - cut], box, swizzle)), *inputs, out
@@ -94,6 +97,7 @@ TILES = [
     _load("float16", (20, 72), (8, 32), 64, "nan"),
     _load("float16", (20, 72), (8, 24), 0, "nan", cut=5),
     _load("float32", (20, 72), (8, 16), 64, "nan"),
+    _load("float64", (20, 36), (8, 8), 64, "nan"),
     _load("uint32", (20, 72), (8, 8), 0, "zero", (2, 1)),
     _load("uint8", (20, 80), (8, 128), 128),
     _load("uint32", (5, 20, 40), (2, 4, 8), 32),
@@ -103,6 +107,7 @@ TILES = [
     _store("uint16", (20, 72), (8, 16), 32),
     _store("uint16", (20, 72), (8, 32), 64),
     _store("uint16", (20, 72), (16, 64), 128),
+    _store("uint16", (20, 72), (16, 24), 64),
     _store("uint16", (20, 24), (8, 16), 0, cut=5),
     _store("uint32", (20, 36), (8, 16), 64, add=True),
     _store("uint32", (3, 20, 40), (2, 4, 16), 64),

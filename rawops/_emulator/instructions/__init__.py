@@ -16,6 +16,7 @@ is called; `lanes` is never empty. Control flow (bra, brx, call, ret, exit) is t
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,20 +90,30 @@ def instruction(
     return register
 
 
-def lookup(ins: Instruction) -> Entry:
-    """The entry for an instruction, by its longest registered prefix."""
-    for length in range(min(len(ins.opcode), 5), 0, -1):
-        entry = _REGISTRY.get(".".join(ins.opcode[:length]))
+@functools.cache
+def _find(opcode: tuple[str, ...]) -> Entry | None:
+    for length in range(min(len(opcode), 5), 0, -1):
+        entry = _REGISTRY.get(".".join(opcode[:length]))
         if entry is not None:
             return entry
-    raise unsupported(ins)
+    return None
+
+
+def lookup(ins: Instruction) -> Entry:
+    """The entry for an instruction, by its longest registered prefix."""
+    entry = _find(ins.opcode)
+    if entry is None:
+        raise unsupported(ins)
+    return entry
 
 
 def kind_of(ins: Instruction) -> str:
     """The class under which the report counts an instruction."""
-    kind = lookup(ins).kind
-    if kind != "arithmetic":
-        return kind
+    entry = _find(ins.opcode)
+    if entry is None:
+        return "unknown"
+    if entry.kind != "arithmetic":
+        return entry.kind
     return "float" if is_float(ins.opcode[-1]) else "integer"
 
 

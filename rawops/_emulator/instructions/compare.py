@@ -10,7 +10,7 @@ import numpy as np
 from ..operands import Pair
 from ..rounding import flush
 from ..types import DTYPE, PACKED, is_float, widen
-from . import Run, instruction, unsupported
+from . import Run, instruction, options, unsupported
 
 if TYPE_CHECKING:
     from ..context import Context
@@ -85,13 +85,12 @@ def _compare(ins: Instruction) -> tuple[Callable[[Any, Any], Any], Any]:
     compare = _comparison(modifiers[0], kind) if kind in DTYPE else None
     if compare is None:
         raise unsupported(ins)
+    combine = next((_COMBINE[m] for m in modifiers[1:] if m in _COMBINE), None)
     if kind.startswith("bf16"):
-        plain = compare
-        compare = lambda a, b: plain(widen(a, kind), widen(b, kind))  # noqa: E731
-    elif "ftz" in ins.opcode and kind == "f32":
-        plain = compare
-        compare = lambda a, b: plain(flush(a), flush(b))  # noqa: E731
-    return compare, next((_COMBINE[m] for m in modifiers[1:] if m in _COMBINE), None)
+        return lambda a, b: compare(widen(a, kind), widen(b, kind)), combine
+    if "ftz" in ins.opcode and kind == "f32":
+        return lambda a, b: compare(flush(a), flush(b)), combine
+    return compare, combine
 
 
 def _setp_packed(ins: Instruction, ctx: Context, compare: Any, combine: Any) -> Run:
@@ -138,7 +137,8 @@ def set_value(ins: Instruction, ctx: Context) -> Run:
 @instruction("selp", kind="move")
 def selp(ins: Instruction, ctx: Context) -> Run:
     """Select by a predicate."""
-    kind = _bits(ins)
+    options(ins, "", DTYPE)
+    kind = ins.opcode[-1]
     d, a, b, p = ins.operands
     return ctx.elementwise(lambda a, b, p: np.where(p, a, b), d, kind, (a, kind), (b, kind), (p, "pred"))
 
@@ -150,10 +150,3 @@ def slct(ins: Instruction, ctx: Context) -> Run:
     kind = ins.opcode[-2]
     d, a, b, c = ins.operands
     return ctx.elementwise(lambda a, b, c: np.where(c >= 0, a, b), d, kind, (a, kind), (b, kind), (c, selector))
-
-
-def _bits(ins: Instruction) -> str:
-    kind = ins.opcode[-1]
-    if kind not in DTYPE:
-        raise unsupported(ins)
-    return kind

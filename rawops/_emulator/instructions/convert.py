@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from ..rounding import canonical_nans, direct, f64_to_bf16, flush
-from ..types import DTYPE, SIZE, bf16_to_f32, f16_to_f32, f32_to_f16, is_float, narrow
+from ..rounding import DIRECTED, canonical_nans, directed, f64_to_bf16, flush, to_odd
+from ..types import DTYPE, SIZE, f16_to_f32, f32_to_f16, is_float, narrow, widen
 from . import Run, instruction, options, unsupported
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ _MODES = "rn rz rm rp rna rni rzi rmi rpi"
 _FP8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 _FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 _FP8_NAN = np.uint8(0x7F)
-_FLOAT_SIZE = {"f16": 2, "bf16": 2, "tf32": 3, "f32": 4, "f64": 8}
 _BF16_MAX = 3.3895313892515355e38
 
 
@@ -86,7 +85,7 @@ def _float_to_integer(out: str, kind: str, mode: str, given: set[str]) -> Callab
 
     def fn(a: Any) -> Any:
         a = flush(a) if "ftz" in given and kind == "f32" else np.asarray(a)
-        whole = round_to(_widened(a, kind).astype(np.float64))
+        whole = round_to(widen(a, kind).astype(np.float64))
         bad = np.isnan(whole)
         inside = np.clip(np.where(bad, 0, whole), float(limits.min), high)
         result = inside.astype(dtype)
@@ -97,24 +96,16 @@ def _float_to_integer(out: str, kind: str, mode: str, given: set[str]) -> Callab
     return fn
 
 
-def _widened(a: Any, kind: str) -> Any:
-    """A float of any type as float32 or float64."""
-    return f16_to_f32(a) if kind == "f16" else bf16_to_f32(a) if kind == "bf16" else a
-
-
 def _from_integer(a: np.ndarray, out: str, mode: str) -> Any:
     """Round an integer to a float, once."""
     if out == "f64" or (out == "f32" and mode in ("", "rn")):
         nearest = a.astype(DTYPE[out])
         if mode in ("", "rn") or a.itemsize < 8:
             return nearest
-        return direct(nearest, _integer_residual(a, nearest), mode)
+        return directed(nearest, _integer_residual(a, nearest), mode)
     if a.itemsize == 8:  # float64 cannot hold it: round that step to odd
         nearest = a.astype(np.float64)
-        residual = _integer_residual(a, nearest)
-        even = (nearest.view(np.uint64) & np.uint64(1)) == 0
-        step = np.nextafter(nearest, np.copysign(np.inf, residual))
-        return _round_float(np.where((residual != 0) & even, step, nearest), out, mode)
+        return _round_float(to_odd(nearest, _integer_residual(a, nearest)), out, mode)
     return _round_float(a.astype(np.float64), out, mode)
 
 
@@ -130,7 +121,7 @@ def _float_to_float(a: np.ndarray, out: str, kind: str, mode: str, given: set[st
     if "ftz" in given and kind == "f32":
         a = np.array(flush(a))
         canonical_nans(a)
-    wide = np.atleast_1d(_widened(a, kind))
+    wide = np.atleast_1d(widen(a, kind))
     if mode in _TO_INTEGER:
         wide = _TO_INTEGER[mode](wide)
     result = _round_float(wide, out, mode, "satfinite" in given)
@@ -152,14 +143,14 @@ def _float_to_float(a: np.ndarray, out: str, kind: str, mode: str, given: set[st
 
 def _saturated(result: np.ndarray, out: str) -> np.ndarray:
     """Values bounded to [0, 1], NaNs to 0."""
-    bounded = np.clip(_widened(result, out), 0, 1) + 0
+    bounded = np.clip(widen(result, out), 0, 1) + 0
     bounded = np.where(np.isnan(bounded), 0, bounded).astype(bounded.dtype)
     return narrow(bounded, out)
 
 
 def _relu(result: np.ndarray, out: str) -> np.ndarray:
     """Negative values become +0, NaNs stay."""
-    values = result.view(np.float32) if out == "tf32" else _widened(result, out)
+    values = result.view(np.float32) if out == "tf32" else widen(result, out)
     return np.where((values < 0) | ((values == 0) & np.signbit(values)), result.dtype.type(0), result)
 
 
@@ -170,18 +161,18 @@ def _round_float(values: Any, out: str, mode: str, finite: bool = False) -> Any:
         return values.astype(np.float64)
     if out == "f32":
         result = values.astype(np.float32)
-        if mode in ("rz", "rm", "rp"):
-            return direct(result, np.where(np.isfinite(values), values - result, 0), mode)
+        if mode in DIRECTED:
+            return directed(result, np.where(np.isfinite(values), values - result, 0), mode)
         return result
     if out == "tf32":
         return _to_tf32(values, mode)
     if out == "f16":
         result = f32_to_f16(values)
-        if mode in ("rz", "rm", "rp"):
+        if mode in DIRECTED:
             gap = values.astype(np.float64) - result.astype(np.float64)
-            result = direct(result, np.where(np.isfinite(values), gap, 0), mode)
+            result = directed(result, np.where(np.isfinite(values), gap, 0), mode)
         return np.clip(result, np.float16(-65504), np.float16(65504)) if finite else result
-    if mode in ("rz", "rm", "rp"):
+    if mode in DIRECTED:
         return _bf16_directed(values, mode)
     if finite:
         values = np.clip(values, -_BF16_MAX, _BF16_MAX)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..rounding import (
+    DIRECTED,
     canonical_nans,
-    direct,
-    direct_sum,
+    directed,
+    directed_sum,
     exact_sign,
     f64_to_bf16,
     flush,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ..parser import Instruction
 
 Fn = Callable[..., Any]
-_DIRECTED = ("rz", "rm", "rp")
 
 
 def _lanewise(ins: Instruction, ctx: Context, kind: str, fn: Fn, sources: tuple[Operand, ...] | None = None) -> Run:
@@ -79,7 +79,7 @@ def _keeping_nans(fn: Fn, name: str) -> Fn:
 
 
 def _mode(ins: Instruction) -> str:
-    return next((m for m in ins.opcode if m in _DIRECTED), "rn")
+    return next((m for m in ins.opcode if m in DIRECTED), "rn")
 
 
 def _add_sub(ins: Instruction, ctx: Context, kind: str) -> Run:
@@ -94,8 +94,8 @@ def _add_sub(ins: Instruction, ctx: Context, kind: str) -> Run:
         x, y = np.asarray(a, np.float64), np.asarray(b * sign, np.float64)
         total, error = two_sum(x, y)
         if kind == "f32":
-            return direct_sum(total, error, mode, x, y)
-        return zero_sign(direct(total, error, mode), error, x, y, mode)
+            return directed_sum(total, error, mode, x, y)
+        return zero_sign(directed(total, error, mode), error, x, y, mode)
 
     return _lanewise(ins, ctx, kind, fn)
 
@@ -109,8 +109,8 @@ def _mul(ins: Instruction, ctx: Context, kind: str) -> Run:
     def fn(a: Any, b: Any) -> Any:
         nearest = np.multiply(a, b)
         if kind == "f32":
-            return direct(nearest, np.multiply(a, b, dtype=np.float64) - nearest, mode)
-        return direct(nearest, exact_sign(a, b, 0.0, nearest), mode)
+            return directed(nearest, np.multiply(a, b, dtype=np.float64) - nearest, mode)
+        return directed(nearest, exact_sign(a, b, 0.0, nearest), mode)
 
     return _lanewise(ins, ctx, kind, fn)
 
@@ -145,7 +145,7 @@ def _fma_bf16(a: Any, b: Any, c: Any) -> Any:
 def _directed_fma32(mode: str) -> Fn:
     def fn(a: Any, b: Any, c: Any) -> Any:
         product, addend = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)
-        return direct_sum(*two_sum(product, addend), mode, product, addend)
+        return directed_sum(*two_sum(product, addend), mode, product, addend)
 
     return fn
 
@@ -154,7 +154,7 @@ def _directed_fma64(mode: str) -> Fn:
     def fn(a: Any, b: Any, c: Any) -> Any:
         nearest = fma64(a, b, c)
         residual = exact_sign(a, b, c, nearest)
-        return zero_sign(direct(nearest, residual, mode), residual, a * b, c, mode)
+        return zero_sign(directed(nearest, residual, mode), residual, a * b, c, mode)
 
     return fn
 
@@ -183,7 +183,7 @@ def _quotient(kind: str, mode: str) -> Fn:
             residual = exact_sign(-nearest, b, a, 0.0)
         residual = np.where(np.isfinite(residual), residual * np.sign(b), 0)
         overflow = np.isinf(nearest) & np.isfinite(a) & (b != 0)
-        return direct(nearest, np.where(overflow, -nearest, residual), mode)
+        return directed(nearest, np.where(overflow, -nearest, residual), mode)
 
     return fn
 
@@ -292,7 +292,7 @@ def _root(kind: str, mode: str) -> Fn:
             residual = np.asarray(a, np.float64) - np.multiply(nearest, nearest, dtype=np.float64)
         else:
             residual = exact_sign(-nearest, nearest, a, 0.0)
-        return direct(nearest, np.where(np.isfinite(residual), residual, 0), mode)
+        return directed(nearest, np.where(np.isfinite(residual), residual, 0), mode)
 
     return fn
 

@@ -21,7 +21,7 @@ import numpy as np
 from ..types import CANONICAL_NAN, DTYPE, bf16_to_f32, f16_to_f32
 
 # As what a reader takes the accumulators: pairs of float16 come as one 32-bit register.
-PACKED = {"f16": "b32"}
+AS_READ = {"f16": "b32"}
 
 
 def _float8(dtype) -> Callable[[np.ndarray], np.ndarray]:

@@ -11,8 +11,8 @@ from ...errors import BarrierError
 from ..types import DTYPE, UINT
 from . import Run, instruction, options, unsupported
 from .fragments import (
+    AS_READ,
     BITS,
-    PACKED,
     a_matrix,
     accumulate,
     accumulator_registers,
@@ -88,8 +88,8 @@ def mma(ins: Instruction, ctx: Context) -> Run:
     word = "b64" if a_format == "f64" else "b32"
     d, a, b, c = (operand.items for operand in ins.operands)
     get_a, get_b = registers_reader(ctx, a, word), registers_reader(ctx, b, word)
-    get_c = registers_reader(ctx, c, PACKED.get(c_type, c_type))
-    put_d = registers_writer(ctx, d, PACKED.get(d_type, d_type))
+    get_c = registers_reader(ctx, c, AS_READ.get(c_type, c_type))
+    put_d = registers_writer(ctx, d, AS_READ.get(d_type, d_type))
     saturate, exclusive = "satfinite" in ins.opcode, "xor" in ins.opcode
 
     def run(lanes: Lanes) -> None:

@@ -81,7 +81,7 @@ def ld(ins: Instruction, ctx: Context) -> Run:
 
 
 def _load_parameter(ins: Instruction, ctx: Context, target: Operand, mem: Mem, kind: str) -> Run:
-    """A kernel parameter at a fixed place: the same value in all lanes, read while binding."""
+    """A kernel parameter at a fixed place: the same value in all lanes, found while binding."""
     assert isinstance(mem.base, (Sym, Imm))
     base = ctx.address_of(mem.base) if isinstance(mem.base, Sym) else int(mem.base.number)
     targets = target.items if isinstance(target, Vec) else (target,)
@@ -89,10 +89,10 @@ def _load_parameter(ins: Instruction, ctx: Context, target: Operand, mem: Mem, k
     puts = [ctx.writer(op, kind) for op in targets]
     addresses = base + mem.offset + size * np.arange(len(targets), dtype=np.uint64)
     owners = np.full(len(targets), ctx.everyone.ids[0])
-    values = ctx.space("param").load(addresses.astype(np.uint64), size, owners).view(DTYPE[kind])
+    ((view, index, _),) = ctx.space("param").locate(addresses.astype(np.uint64), size, owners, "load")
 
     def run(lanes: Lanes) -> None:
-        for put, value in zip(puts, values, strict=True):
+        for put, value in zip(puts, view.take(index).view(DTYPE[kind]), strict=True):
             put(lanes, value)
 
     return run

@@ -28,7 +28,7 @@ MAGIC = b"rawopsTM"
 _SWIZZLES = (0, 32, 64, 128)
 # The driver's data types by number, as PTX types.
 _TYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16")
-_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FFFFFFFFFFFFFFF}
+_NAN_FILL = np.uint16(0x7FF7)  # repeated, whatever the type
 _MODES = "1d 2d 3d 4d 5d tile"
 
 
@@ -103,6 +103,16 @@ class Box:
         self.addresses = (offsets + tensor.address).astype(np.uint64)
         self.inside = inside
         self.nbytes = len(offsets) * self.unit
+        self._row_bytes, self._swizzle = tensor.row_bytes, tensor.swizzle
+
+    def places(self, address: int) -> np.ndarray:
+        """The shared addresses of the 16-byte chunks of a box that begins at `address`.
+
+        Swizzled rows begin a swizzle's width apart, also where they are shorter.
+        """
+        pitch = self._swizzle or self._row_bytes
+        rows = chunks(address, self.nbytes // self._row_bytes * pitch, pitch)
+        return swizzled((rows[:, None] + chunks(0, self._row_bytes)).ravel(), self._swizzle)
 
 
 def load_map(ctx: Context, address: int, lane: int) -> TensorMap:
@@ -113,18 +123,14 @@ def load_map(ctx: Context, address: int, lane: int) -> TensorMap:
     tensor = decode_map(raw.tobytes())
     if tensor is None:
         raise ctx.error(EmulatorError, f"there is no tensor map of the emulator's at 0x{address:x}", lane)
-    if tensor.swizzle > tensor.row_bytes:
-        # What hardware does with the rest of the line is not known to us.
-        message = f"box rows of {tensor.row_bytes} bytes in a {tensor.swizzle}-byte swizzle"
-        raise unsupported(ctx.current, message)
     return tensor
 
 
 class _TensorCopy:
     """What the forms of the instruction share: the tensor operand and the shared-memory side."""
 
-    def __init__(self, ins: Instruction, ctx: Context, tensor_operand, shared_operand) -> None:
-        self._ins, self._ctx = ins, ctx
+    def __init__(self, ins: Instruction, ctx: Context, tensor_operand, shared_operand, *, outward: bool) -> None:
+        self._ctx, self._outward = ctx, outward
         self._map, self._shared = ctx.address(tensor_operand), ctx.address(shared_operand)
         (coordinates,) = tensor_operand.extra
         self._coordinates = [ctx.reader(operand, "s32") for operand in coordinates.items]
@@ -144,13 +150,23 @@ class _TensorCopy:
             if there[i] % 128:
                 message = f"the shared address 0x{there[i]:x} of a tensor copy is not aligned to 128 bytes"
                 raise self._ctx.error(MemoryFault, message, lane)
-            if columns[0][i] * tensor.itemsize % 16:
-                message = (
-                    f"the innermost coordinate {columns[0][i]} of a tensor copy is misaligned: "
-                    f"{columns[0][i] * tensor.itemsize} bytes are no multiple of 16"
-                )
-                raise self._ctx.error(MemoryFault, message, lane)
-            yield i, lane, tensor, Box(tensor, tuple(column[i] for column in columns)), there[i]
+            coordinates = tuple(column[i] for column in columns)
+            self._refuse_bad_corner(coordinates, tensor.itemsize, lane)
+            yield i, lane, tensor, Box(tensor, coordinates), there[i]
+
+    def _refuse_bad_corner(self, coordinates: tuple[int, ...], itemsize: int, lane: int) -> None:
+        """Raise for corners at which hardware stops with an illegal instruction."""
+        offset = coordinates[0] * itemsize
+        if offset % 16:
+            message = (
+                f"the innermost coordinate {coordinates[0]} of a tensor copy is misaligned: "
+                f"{offset} bytes are no multiple of 16"
+            )
+        elif self._outward and min(coordinates) < 0:
+            message = f"a tensor store at {coordinates}: its coordinates, innermost first, must not be negative"
+        else:
+            return
+        raise self._ctx.error(MemoryFault, message, lane)
 
 
 @instruction("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", kind="async")
@@ -169,12 +185,12 @@ def tensor(ins: Instruction, ctx: Context) -> Run:
 
 def _inward(ins: Instruction, ctx: Context) -> Run:
     destination, source, bell, *extra = ins.operands
-    copy, bar = _TensorCopy(ins, ctx, source, destination), ctx.address(bell)
+    copy, bar = _TensorCopy(ins, ctx, source, destination, outward=False), ctx.address(bell)
     mask = ctx.reader(extra[0], "u16") if "multicast::cluster" in ins.opcode else None
 
     def fetch(lane: int, tensor: TensorMap, box: Box) -> np.ndarray:
-        fill = _NAN.get(tensor.type, 0) if tensor.fill_nan else 0
-        values = np.full(box.nbytes // tensor.itemsize, fill, UINT[tensor.itemsize]).view(UINT[box.unit])
+        fill = np.full(box.nbytes // 2, _NAN_FILL if tensor.fill_nan else 0, np.uint16)
+        values = fill.view(UINT[box.unit])
         there = box.addresses[box.inside]
         if len(there):
             values[box.inside] = ctx.space("global").load(there, box.unit, np.full(len(there), lane))
@@ -186,7 +202,7 @@ def _inward(ins: Instruction, ctx: Context) -> Run:
         for i, lane, tensor, box, address in copy.orders(lanes):
             values = fetch(lane, tensor, box)
             for target, bell_address in receivers(address, bars[i], masks[i]):
-                there = swizzled(chunks(target, box.nbytes), tensor.swizzle)
+                there = box.places(target)
                 deliver(ctx, there, values, np.full(len(there), lane), barrier_at(ctx, bell_address, lane))
 
     return run
@@ -194,7 +210,7 @@ def _inward(ins: Instruction, ctx: Context) -> Run:
 
 def _outward(ins: Instruction, ctx: Context) -> Run:
     destination, source = ins.operands[:2]
-    copy = _TensorCopy(ins, ctx, destination, source)
+    copy = _TensorCopy(ins, ctx, destination, source, outward=True)
     reduces = ins.opcode[1] == "reduce"
 
     def run(lanes: Lanes) -> None:
@@ -213,7 +229,7 @@ def _outward(ins: Instruction, ctx: Context) -> Run:
             def put(data: np.ndarray, write=write, inside=inside, size=size) -> None:
                 write(data.view(UINT[size])[inside])
 
-            send(ctx, lane, swizzled(chunks(address, box.nbytes), tensor.swizzle), put)
+            send(ctx, lane, box.places(address), put)
 
     return run
 

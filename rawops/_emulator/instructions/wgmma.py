@@ -19,7 +19,7 @@ from ..lanes import Lanes
 from ..operands import Imm, Vec
 from . import Run, instruction, options, unsupported
 from .asynchronous import SharedSource, is_early
-from .fragments import BITS, PACKED, a_matrix, accumulate, accumulator_registers, accumulators, decode
+from .fragments import AS_READ, BITS, a_matrix, accumulate, accumulator_registers, accumulators, decode
 from .groups import GroupQueue
 from .matrix import registers_reader, registers_writer
 
@@ -118,7 +118,7 @@ class _Form:
         if any(not isinstance(operand, Imm) for operand in immediates):
             raise unsupported(ins, "scale and transpose operands have to be constants")
         self.registers = tuple(item.name for item in d.items)
-        word = PACKED.get(d_type, d_type)
+        word = AS_READ.get(d_type, d_type)
         self.get_d, self.put_d = registers_reader(ctx, d.items, word), registers_writer(ctx, d.items, word)
         self._poison = registers_writer(ctx, d.items, "b32")
         self._get_d_bits = registers_reader(ctx, d.items, "b32")

@@ -1,0 +1,126 @@
+// Temporary: gemm_sm80 with a main loop that reads the first fragments of a stage while it still multiplies the last.
+#include "common/gemm_problem.cuh"
+#include "common/mma_tile.cuh"
+
+namespace rawops {
+
+// As run_ring, but multiply(stage, next, turn) calls turn() when it has read all of `stage`; from then on it may read
+// `next`. begin(stage) comes before the first.
+template <int STAGES, int STAGE_BYTES, class Fetch, class Store, class Begin, class Multiply>
+__device__ inline void run_ring_ahead(uint32_t ring, int blocks, Fetch fetch, Store store, Begin begin,
+                                      Multiply multiply) {
+#pragma unroll 1
+    for (int block = 0; block < STAGES - 1; ++block) {
+        fetch(ring + block * STAGE_BYTES, block);
+        store(ring + block * STAGE_BYTES);
+        cp_async_commit();
+    }
+    uint32_t current = ring, filled = ring + (STAGES - 1) * STAGE_BYTES;
+    const uint32_t last = filled;
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    begin(ring);
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+        fetch(filled, block + STAGES - 1);
+        cp_async_commit();
+        const uint32_t next = current == last ? ring : current + STAGE_BYTES;
+        multiply(current, next, [&] {
+            store(filled);
+            cp_async_wait<STAGES - 2>();
+            __syncthreads();
+        });
+        filled = current;
+        current = next;
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+}
+
+template <class Tile, bool kBKMajor, bool kPaired>
+__device__ inline void multiply_tile_ahead(typename Tile::Accumulators& acc, typename Tile::LoaderA& loader_a,
+                                           typename Tile::LoaderB& loader_b, uint32_t ring, int k_count, int thread) {
+    using Register = typename Tile::Register;
+    static_assert(Tile::ATOMS_K % 2 == 0, "fragments alternate between two sets, across stages too");
+    const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+    const typename Tile::ReaderA reader_a(warp / Tile::WARPS_N * Tile::WARP_M, lane);
+    const FragmentReader<typename Tile::T, typename Tile::LoaderB::Tile, kBKMajor, kPaired> reader_b(warp % Tile::WARPS_N * Tile::WARP_N, lane);
+    Register a[2][Tile::ATOMS_M][4], b[2][Tile::ATOMS_N / 2][4];
+
+    auto fetch = [&](uint32_t stage, int block) {
+        const int k_left = k_count - block * Tile::BLOCK_K;
+        loader_a.fetch(stage, k_left);
+        loader_b.fetch(stage + Tile::A_BYTES, k_left);
+    };
+    auto store = [&](uint32_t stage) {
+        loader_a.store(stage);
+        loader_b.store(stage + Tile::A_BYTES);
+    };
+    auto read = [&](int set, uint32_t stage, int k_step) {
+#pragma unroll
+        for (int i = 0; i < Tile::ATOMS_M; ++i) reader_a.read(a[set][i], stage, i, k_step);
+#pragma unroll
+        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) reader_b.read(b[set][j], stage + Tile::A_BYTES, j, k_step);
+    };
+    auto round = [&](int set) {
+#pragma unroll
+        for (int i = 0; i < Tile::ATOMS_M; ++i) reader_a.round(a[set][i]);
+#pragma unroll
+        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) reader_b.round(b[set][j]);
+    };
+    auto begin = [&](uint32_t stage) {
+        read(0, stage, 0);
+        round(0);
+    };
+    auto multiply = [&](uint32_t stage, uint32_t next, auto turn) {
+#pragma unroll
+        for (int k_step = 0; k_step < Tile::ATOMS_K; ++k_step) {
+            const int now = k_step % 2;
+            const bool last = k_step + 1 == Tile::ATOMS_K;
+            if (last) turn();
+            read(1 - now, last ? next : stage, last ? 0 : k_step + 1);
+#pragma unroll
+            for (int i = 0; i < Tile::ATOMS_M; ++i) {
+#pragma unroll
+                for (int j = 0; j < Tile::ATOMS_N; ++j) {
+                    const auto& pair = b[now][j / 2];
+                    if (kPaired) Tile::Atom::multiply(acc[i][j], a[now][i], pair[j % 2 * 2], pair[j % 2 * 2 + 1]);
+                    else Tile::Atom::multiply(acc[i][j], a[now][i], pair[j % 2], pair[j % 2 + 2]);
+                }
+            }
+            round(1 - now);
+        }
+    };
+    run_ring_ahead<Tile::STAGES, stage_bytes<Tile>>(ring, ceil_div(k_count, Tile::BLOCK_K), fetch, store, begin,
+                                                    multiply);
+}
+
+// kVariant 0: the loop of mma_tile.cuh, 1: fragments ahead, 2: with B in register pairs
+template <class T, class Shape, int kVariant, bool kAKMajor, bool kBKMajor>
+__global__ void __launch_bounds__(Shape::THREADS, 1) fp_probe(const __grid_constant__ GemmParams params) {
+    using Epilogue = Epilogue<T, T, 0>;
+    using Tile = MmaTile<T, Shape, kAKMajor, kBKMajor, 16, 16>;
+    constexpr int BLOCK_M = Shape::BLOCK_M, BLOCK_N = Shape::BLOCK_N;
+    extern __shared__ __align__(128) char shared[];
+    const GemmCall& call = params.call;
+    const GemmShape& shape = params.shape;
+    const int thread = threadIdx.x;
+    const TileIndex tile = grouped_raster(blockIdx.x, ceil_div(shape.M, BLOCK_M), ceil_div(shape.N, BLOCK_N));
+    const int m_begin = tile.m * BLOCK_M, n_begin = tile.n * BLOCK_N;
+    const int index[3] = {};
+    typename Tile::LoaderA loader_a(static_cast<const T*>(call.a), shape.a.row, shape.a.col, m_begin, shape.M, 0, 0,
+                                    thread);
+    typename Tile::LoaderB loader_b(static_cast<const T*>(call.b), shape.b.col, shape.b.row, n_begin, shape.N, 0, 0,
+                                    thread);
+    typename Tile::Accumulators acc = {};
+    if constexpr (kVariant > 0) {
+        multiply_tile_ahead<Tile, kBKMajor, kVariant == 2>(acc, loader_a, loader_b, shared_address(shared), shape.K, thread);
+    } else {
+        NoRider rider;
+        multiply_tile<Tile>(acc, loader_a, loader_b, rider, shared_address(shared), shape.K, thread);
+    }
+    const Epilogue epilogue(call.epilogue, shape.epilogue, index, Accumulator<T>(call.alpha.read()));
+    finish_tile<Tile>(acc, epilogue, shared, m_begin, n_begin, thread);
+}
+
+}  // namespace rawops

@@ -1,0 +1,268 @@
+// The Hopper GEMM, a block's whole run: TMA, wgmma, the sum over a cluster, the epilogue.
+//
+//   warpgroup 0, one thread   TMA:   a, b --> ring of stages                          waits for `empty`, ends `full`
+//   warpgroups 1 and 2        wgmma: ring --> accumulators (registers)                waits for `full`, ends `empty`
+//                             epilogue: accumulators --> staging tile --> TMA --> D
+//
+// A block takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... The ring runs on from tile to tile: while the consumers
+// finish one, the first stages of the next arrive, and D leaves during the next main loop.
+//
+// A cluster works on one tile, each block on a slice of K. Then every block adds up a share of the columns from the
+// partial sums of all, in the order of their ranks, and finishes it.
+#pragma once
+#include "hopper_finish.cuh"
+#include "hopper_low_rank.cuh"
+
+namespace rawops {
+
+struct GemmMaps {
+    TensorMap a, b, d;  // axes from the outermost: three of the batch, then the two of the matrix as they lie in memory
+};
+
+// Shared addresses of what producer and consumers pass each other.
+template <class Tile> struct Exchange {
+    uint32_t ring, lora_b;
+    RingBarriers<Tile::STAGES> barriers;
+    RingBarriers<1> lora_b_barriers;
+    uint32_t turns;
+
+    __device__ explicit Exchange(uint32_t shared)
+        : ring(shared),
+          lora_b(shared + Tile::LORA_B_AT),
+          barriers{shared + Tile::BARRIERS_AT},
+          lora_b_barriers{barriers.base + barriers.BYTES},
+          turns(lora_b_barriers.base + lora_b_barriers.BYTES) {}
+
+    // By one thread; a __syncthreads() must follow.
+    __device__ void init() const {
+        barrier_init(turns, 1);
+        barrier_init(turns + 8, 1);
+        lora_b_barriers.init(Tile::CONSUMERS);
+        barriers.init(Tile::kPingPong ? 1 : Tile::CONSUMERS);
+    }
+};
+
+// Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and K_EXTENT along K. They
+// may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX.
+template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_EXTENT = 64>
+__device__ inline void load_operand(uint32_t destination, const TensorMap& map, TensorCoordinates from, int mn, int k,
+                                    uint32_t full, int distance = 0) {
+    constexpr int BOX = kKMajor ? EXTENT / PARTS : MN_BOX, BOXES = EXTENT / BOX;
+#pragma unroll
+    for (int box = 0; box < BOXES; ++box) {
+        const int at = mn + box % (BOXES / PARTS) * BOX + box / (BOXES / PARTS) * distance;
+        from.at[0] = kKMajor ? k : at;
+        from.at[1] = kKMajor ? at : k;
+        tma_load(destination + box * BOX * K_EXTENT * 2, map, from, full);
+    }
+}
+
+// The producer: one thread that keeps the ring full.
+template <class Tile>
+__device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCall* low_rank,
+                                  const Schedule<Tile>& schedule, const Exchange<Tile>& exchange) {
+    using LowRank = typename Tile::LowRank;
+    RingPosition<Tile::STAGES> slot;
+    uint32_t tile_phase = 1;
+#pragma unroll 1
+    for (int index = schedule.first; index < schedule.count; index += schedule.step) {
+        const Work work = schedule.at(index);
+        const TensorCoordinates a = work.matrix_of(shape.a), b = work.matrix_of(shape.b);
+#pragma unroll 1
+        for (int block = 0; block < schedule.k_blocks; ++block) {
+            const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
+            const uint32_t full = exchange.barriers.full(slot.stage);
+            const int k = (schedule.first_block + block) * Tile::BLOCK_K;
+            barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
+            barrier_arrive_expect(full, Tile::STAGE_BYTES);
+            load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(stage + Tile::A_BYTES, maps.b, b, work.n, k, full,
+                                                                     shape.epilogue.cols);
+            load_operand<Tile::kAKMajor, Tile::BLOCK_M>(stage, maps.a, a, work.m, k, full);
+            if constexpr (LowRank::RANK > 0) {
+                load_operand<LowRank::kAKMajor, LowRank::RANK, 1, LowRank::RANK>(
+                    stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {}, 0, k, full);
+            }
+            slot.advance();
+        }
+        if constexpr (LowRank::RANK > 0) {
+            constexpr int EXTENT = Tile::SHARE * Tile::PARTS;
+            const int n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : 0);
+            const uint32_t full = exchange.lora_b_barriers.full(0);
+            barrier_wait(exchange.lora_b_barriers.empty(0), tile_phase);
+            barrier_arrive_expect(full, EXTENT * LowRank::RANK * 2);
+            load_operand<LowRank::kBKMajor, EXTENT, Tile::PARTS, Tile::BOX_COLS, LowRank::RANK>(
+                exchange.lora_b, low_rank->b, {}, n, 0, full, shape.epilogue.cols);
+            tile_phase ^= 1;
+        }
+    }
+}
+
+// acc = a @ b, and y = a @ lora_a, over the next k_blocks stages of the ring. One batch of products stays in flight: a
+// stage is let go when those of the next have been issued.
+template <class Tile>
+__device__ inline void multiply_stages(typename Tile::Accumulators& acc, typename Tile::LowRank::Accumulators& y,
+                                       RingPosition<Tile::STAGES>& slot, int k_blocks, const Exchange<Tile>& exchange,
+                                       const Consumer& self) {
+    using A = typename Tile::OperandA;
+    using B = typename Tile::OperandB;
+    using LowRank = typename Tile::LowRank;
+    int previous = 0;
+#pragma unroll 1
+    for (int block = 0; block < k_blocks; ++block) {
+        const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
+        const uint64_t a = A::descriptor(stage + self.row / 64 * A::ROWS_64), b = B::descriptor(stage + Tile::A_BYTES);
+        barrier_wait(exchange.barriers.full(slot.stage), slot.phase);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Tile::K_STEPS; ++step) {
+            const bool accumulate = block > 0 || step > 0;
+#pragma unroll
+            for (int i = 0; i < Tile::ATOMS_M; ++i) {
+                Wgmma<Tile::BLOCK_N>::template multiply<typename Tile::T, Tile::kAKMajor, Tile::kBKMajor>(
+                    acc[i], A::advance(a, i, step), B::advance(b, 0, step), accumulate);
+            }
+            if constexpr (LowRank::RANK > 0) {
+                using LoraA = typename LowRank::OperandA;
+                const uint64_t lora_a = LoraA::descriptor(stage + Tile::A_BYTES + Tile::B_BYTES);
+                Wgmma<LowRank::RANK>::template multiply<typename Tile::T, Tile::kAKMajor, LowRank::kAKMajor>(
+                    y, A::advance(a, 0, step), LoraA::advance(lora_a, 0, step), accumulate);
+            }
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (block > 0 && self.leads()) barrier_arrive(exchange.barriers.empty(previous));
+        previous = slot.stage;
+        slot.advance();
+    }
+    if constexpr (Tile::kPingPong) self.end_turn();
+    wgmma_wait<0>();
+    if (k_blocks > 0 && self.leads()) barrier_arrive(exchange.barriers.empty(previous));
+#pragma unroll
+    for (int i = 0; i < Tile::ATOMS_M; ++i) hold(acc[i]);
+    if constexpr (LowRank::RANK > 0) hold(y);
+}
+
+// sum = the block's share of the columns of acc, added up over the cluster; y is added up as a whole. The ring lends
+// its memory, so it must not run on to another tile. cluster_wait() must follow before the block exits.
+template <class Tile>
+__device__ inline void add_up_cluster(typename Tile::Finished& sum, const typename Tile::Accumulators& acc,
+                                      typename Tile::LowRank::Accumulators& y, uint32_t ring, const Consumer& self) {
+    constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize, GROUPS = Tile::BLOCK_N / 8;  // of four registers
+    constexpr int Y_GROUPS = Tile::LowRank::RANK / 8, SHARE_GROUPS = Tile::SHARE / 8;
+    const uint32_t own = ring + (self.number * kWarpGroupSize + self.thread) * 16;
+    auto place = [&](int group) { return own + group * THREADS * 16; };
+    auto add_up = [&](float (&values)[4], int group) {
+#pragma unroll
+        for (int rank = 0; rank < Tile::CLUSTER; ++rank) {
+            float part[4];
+            load_from_rank(part, place(group), rank);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[i] = rank == 0 ? part[i] : values[i] + part[i];
+        }
+        hold(values);  // or more loads are under way than there are registers for
+    };
+
+    sync_group<3, THREADS>();  // no product of this block reads the ring any more
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        store_shared(place(group), four(&acc[0][group * 4]));
+    }
+#pragma unroll
+    for (int group = 0; group < Y_GROUPS; ++group) {
+        store_shared(place(GROUPS + group), four(&y[group * 4]));
+    }
+    cluster_arrive();
+    cluster_wait();
+    const int first = cluster_rank() * SHARE_GROUPS;
+#pragma unroll
+    for (int group = 0; group < Tile::PARTS * SHARE_GROUPS; ++group) {
+        const int part = group / SHARE_GROUPS * (Tile::COLS / 8);
+        add_up(four(&sum[0][group * 4]), part + first + group % SHARE_GROUPS);
+    }
+#pragma unroll
+    for (int group = 0; group < Y_GROUPS; ++group) add_up(four(&y[group * 4]), GROUPS + group);
+    cluster_arrive();
+}
+
+// A consumer warpgroup: its tiles, one after the other.
+template <class Tile>
+__device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& params, const LowRankCall* low_rank,
+                                      const Schedule<Tile>& schedule, float alpha, const Exchange<Tile>& exchange,
+                                      const Consumer& self) {
+    constexpr int TURNS = Tile::kPingPong ? 2 : 1;
+    const int begin = Tile::kPingPong ? self.number : 0, k_blocks = schedule.k_blocks;
+    uint32_t turn_phase = self.number ^ 1;  // the first turn of consumer 0 is its own
+    uint32_t tile_phase = 0;
+    RingPosition<Tile::STAGES> slot;
+    slot.skip(begin * k_blocks);
+#pragma unroll 1
+    for (int index = schedule.first + begin * schedule.step; index < schedule.count; index += TURNS * schedule.step) {
+        typename Tile::Accumulators acc;
+        typename Tile::LowRank::Accumulators y;
+        if (k_blocks == 0) {
+#pragma unroll
+            for (int i = 0; i < Tile::ATOMS_M * Tile::BLOCK_N / 2; ++i) acc[0][i] = 0;
+#pragma unroll
+            for (int i = 0; i < Tile::LowRank::RANK / 2; ++i) y[i] = 0;
+        }
+        if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
+        multiply_stages<Tile>(acc, y, slot, k_blocks, exchange, self);
+        Work work = schedule.at(index);
+        const typename Tile::Epilogue epilogue(params.call.epilogue, params.shape.epilogue, work.batch, alpha);
+        auto finish = [&](typename Tile::Finished& sum) {
+            if constexpr (Tile::LowRank::RANK > 0) {
+                barrier_wait(exchange.lora_b_barriers.full(0), tile_phase);
+                add_rank_product<Tile>(sum, y, *low_rank, exchange.lora_b, self.lane());
+                self.sync();
+                if (self.leads()) barrier_arrive(exchange.lora_b_barriers.empty(0));
+                tile_phase ^= 1;
+            }
+            finish_work<Tile>(sum, epilogue, alpha, maps.d, work, self);
+        };
+        if constexpr (Tile::CLUSTER > 1) {
+            typename Tile::Finished sum;
+            add_up_cluster<Tile>(sum, acc, y, exchange.ring, self);
+            work.n += cluster_rank() * Tile::SHARE;
+            finish(sum);
+            cluster_wait();
+        } else {
+            finish(acc);
+        }
+        slot.skip((TURNS - 1) * k_blocks);
+        turn_phase ^= 1;
+    }
+    if (self.leads()) tma_store_wait();
+}
+
+// The body of the kernels. With a cluster, the grid has a block for every slice of every tile.
+template <class Tile>
+__device__ inline void run_gemm(const GemmMaps& maps, const GemmParams& params, const LowRankCall* low_rank,
+                                int raster_group) {
+    extern __shared__ __align__(1024) char shared[];
+    const Exchange<Tile> exchange(shared_address(shared));
+    if (threadIdx.x == 0) {
+        exchange.init();
+        prefetch_tensor_map(maps.a);
+        prefetch_tensor_map(maps.b);
+        if (Tile::kFinish != kDirect) prefetch_tensor_map(maps.d);
+    }
+    __syncthreads();
+
+    const float alpha = float(params.call.alpha.read());
+    const int k_blocks = alpha == 0 ? 0 : ceil_div(params.shape.K, Tile::BLOCK_K);  // 0: a and b are not read
+    const Schedule<Tile> schedule(params.shape, raster_group, k_blocks);
+    const int group = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0);  // known to be uniform
+    if (group == 0) {
+        if constexpr (Tile::CONSUMERS == 2) release_registers<40>();
+        if (threadIdx.x == 0) load_tiles<Tile>(maps, params.shape, low_rank, schedule, exchange);
+    } else {
+        if constexpr (Tile::CONSUMERS == 2) claim_registers<232>();
+        const int number = group - 1, thread = threadIdx.x % kWarpGroupSize;
+        char* staging = shared + Tile::STAGING_AT + number * Tile::STAGING_BYTES;
+        char* slab = shared + Tile::SLABS_AT + (number * 4 + thread / kWarpSize) * Tile::SLAB_BYTES;
+        const Consumer self{number, thread, Tile::kPingPong ? 0 : number * 64, staging, slab, exchange.turns};
+        multiply_tiles<Tile>(maps, params, low_rank, schedule, alpha, exchange, self);
+    }
+}
+
+}  // namespace rawops

@@ -1,0 +1,145 @@
+// What a block of the Hopper GEMM computes at a time, where it keeps it, and who works on it.
+#pragma once
+#include "gemm_problem.cuh"
+#include "wgmma.cuh"
+
+namespace rawops {
+
+// How a tile leaves the registers. The numbers are those of _gemm_sm90.py.
+enum Finish : int {
+    kPlain,   // alpha alone; through the staging tile and TMA
+    kStaged,  // any epilogue; the same way out
+    kDirect,  // any epilogue, written by the threads: for a D that TMA cannot write, and for float32
+};
+
+// A low-rank part y @ lora_b with y = a @ lora_a, up to RANK ranks; see hopper_low_rank.cuh.
+template <int RANK_, bool kAKMajor_, bool kBKMajor_> struct LowRank {
+    static constexpr int RANK = RANK_;
+    static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
+    using OperandA = WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>;
+    using Accumulators = float[RANK / 2];
+};
+struct NoLowRank {
+    static constexpr int RANK = 0;
+    using Accumulators = float[1];
+};
+
+// Consumers are warpgroups. Those of a 128-row tile take 64 rows each; with kPingPong they take turns instead, one
+// multiplies while the other finishes a tile of its own. The blocks of a cluster take a slice of K each, and then a
+// share of the columns of their sum.
+template <class T_, class Out_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int CLUSTER_, bool kAKMajor_, bool kBKMajor_,
+          int kActivation, int kFinish_, bool kPingPong_, class LowRank_ = NoLowRank>
+struct HopperTile {
+    using T = T_;
+    using Out = Out_;
+    using Epilogue = rawops::Epilogue<T, Out, kActivation>;
+    using LowRank = LowRank_;
+    static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_, BLOCK_K = 64, STAGES = STAGES_, CLUSTER = CLUSTER_;
+    static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
+    static constexpr int kFinish = kFinish_;
+    static constexpr bool kPingPong = kPingPong_;
+    static constexpr int CONSUMERS = kPingPong || BLOCK_M == 128 ? 2 : 1;
+    static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
+    using OperandA = WgmmaOperand<kAKMajor, BLOCK_K>;
+    using OperandB = WgmmaOperand<kBKMajor, BLOCK_K>;
+    static constexpr int K_STEPS = BLOCK_K / 16, ATOMS_M = kPingPong ? BLOCK_M / 64 : 1;  // 64 rows each
+    static constexpr int ROWS = ATOMS_M * 64;                                             // of a consumer
+    // A gated tile holds BLOCK_N / 2 columns of the gate, then the same columns of up: one thread has both.
+    static constexpr int PARTS = Epilogue::kGated ? 2 : 1, COLS = BLOCK_N / PARTS;
+    static constexpr int SHARE = COLS / CLUSTER;  // columns of D that a block finishes
+    using Accumulators = float[ATOMS_M][BLOCK_N / 2];
+    using Finished = float[ATOMS_M][SHARE * PARTS / 2];
+
+    static constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2;
+    static constexpr int STAGE_BYTES = A_BYTES + B_BYTES + LowRank::RANK * BLOCK_K * 2;
+    // D leaves in boxes as wide as the swizzle, so that staging it is free of bank conflicts.
+    static constexpr int BOX_COLS = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;
+    static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2, STAGING_BYTES = kFinish == kDirect ? 0 : ROWS * SHARE * 2;
+    // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
+    using Slab = SharedTile<float, 16, 32>;
+    static constexpr int CHUNK = Slab::COLS / PARTS, CHUNKS = ceil_div(SHARE, CHUNK);
+    static constexpr int SLAB_BYTES = kFinish == kPlain ? 0 : Slab::BYTES;
+
+    // Shared memory: the ring, the columns of lora_b, staging tiles and slabs of the consumers, the barriers.
+    static constexpr int LORA_B_AT = STAGES * STAGE_BYTES, STAGING_AT = LORA_B_AT + LowRank::RANK * SHARE * PARTS * 2;
+    static constexpr int SLABS_AT = STAGING_AT + CONSUMERS * STAGING_BYTES;
+    static constexpr int BARRIERS_AT = SLABS_AT + CONSUMERS * 4 * SLAB_BYTES;
+
+    static_assert(BLOCK_M == 64 || BLOCK_M == 128, "one or two atoms");
+    static_assert(COLS % (16 * CLUSTER) == 0, "stmatrix stores 16 columns");
+    static_assert(kBKMajor || COLS % 64 == 0, "boxes of an MN-major operand are 64 wide");
+    static_assert(ATOMS_M * BLOCK_N <= 256, "accumulators fit in the registers of a consumer");
+    static_assert(kFinish == kDirect || sizeof(Out) == 2, "staged elements have 16 bits");
+    static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
+    static_assert(!kPingPong || (CLUSTER == 1 && LowRank::RANK == 0), "these have one order of tiles for all");
+    static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::RANK) * 4 <= LORA_B_AT, "the ring holds partial sums");
+};
+
+// One tile: its place in D, and the batch it belongs to.
+struct Work {
+    int m, n, batch[3];
+
+    // The corner of an operand's matrix. Where it is broadcast over an axis of the batch, its map has size 1.
+    __device__ TensorCoordinates matrix_of(const Strides& strides) const {
+        auto along = [&](int axis) { return strides.batch[axis] == 0 ? 0 : batch[axis]; };
+        return {0, 0, along(2), along(1), along(0)};
+    }
+};
+
+// All tiles of all batches, in the order in which a cluster takes them, and the slice of K that is this block's.
+template <class Tile> class Schedule {
+public:
+    int first, count, step;     // of the cluster's tiles
+    int first_block, k_blocks;  // of the slice
+
+    __device__ Schedule(const GemmShape& shape_, int group_, int k_blocks_)
+        : first(blockIdx.x / Tile::CLUSTER),
+          step(gridDim.x / Tile::CLUSTER),
+          first_block(0),
+          k_blocks(k_blocks_),
+          shape(shape_),
+          tiles_m(ceil_div(shape_.M, Tile::BLOCK_M)),
+          tiles_n(ceil_div(shape_.epilogue.cols, Tile::COLS)),
+          group(group_) {
+        count = tiles_m * tiles_n * shape.batches;
+        if constexpr (Tile::CLUSTER > 1) {
+            const int slice = ceil_div(k_blocks_, Tile::CLUSTER);
+            first_block = cluster_rank() * slice;
+            k_blocks = clamp(k_blocks_ - first_block, 0, slice);
+        }
+    }
+
+    __device__ Work at(int index) const {
+        Work work;
+        const TileIndex tile = grouped_raster(index % (tiles_m * tiles_n), tiles_m, tiles_n, group);
+        shape.batch_index(index / (tiles_m * tiles_n), work.batch);
+        work.m = tile.m * Tile::BLOCK_M;
+        work.n = tile.n * Tile::COLS;
+        return work;
+    }
+
+private:
+    const GemmShape& shape;
+    int tiles_m, tiles_n, group;
+};
+
+// A thread of a consumer warpgroup. The consumer's rows begin at `row` of the tile.
+struct Consumer {
+    int number, thread, row;
+    char *staging, *slab;  // the consumer's tile of D, the warp's slab
+    uint32_t turns;        // two barriers: the turn of consumer 0, that of consumer 1
+
+    __device__ int lane() const { return thread % kWarpSize; }
+    __device__ int warp_row() const { return thread / kWarpSize * 16; }  // within each 64 rows
+    __device__ bool leads() const { return thread == 0; }
+    __device__ void sync() const { number == 0 ? sync_group<1>() : sync_group<2>(); }
+
+    // A parity tells two phases of a stage apart and no more, so a consumer may not run ahead to its next tile: it
+    // waits until the other one has seen the last stage of the tile before.
+    __device__ void await_turn(uint32_t phase) const { barrier_wait(turns + number * 8, phase); }
+    __device__ void end_turn() const {
+        if (leads()) barrier_arrive(turns + (number ^ 1) * 8);
+    }
+};
+
+}  // namespace rawops

@@ -1,0 +1,23 @@
+// A float32 factor at 22 bits on TF32 tensor cores: as the sum of two TF32 values, each multiplied on its own.
+#pragma once
+#include "mma.cuh"
+
+namespace rawops {
+
+// `high` is cut off and so never overflows; `low` is 0 where nothing is left, at infinity too.
+__device__ inline void split_tf32(uint32_t& high, uint32_t& low, float value) {
+    high = __float_as_uint(value) & 0xffffe000;
+    const float cut = __uint_as_float(high);
+    low = value == cut ? 0 : round_to_tf32(__float_as_uint(value - cut));
+}
+
+// d += (high + low) @ b for one atom. An infinite b has met the high part; times a low part of 0 it would only make a
+// NaN.
+__device__ inline void multiply_split(float (&d)[4], const uint32_t (&high)[4], const uint32_t (&low)[4], float b0,
+                                      float b1) {
+    auto finite = [](float b) { return __float_as_uint(b - b == 0.0f ? b : 0.0f); };
+    MmaAtom<float>::multiply(d, high, __float_as_uint(b0), __float_as_uint(b1));
+    MmaAtom<float>::multiply(d, low, finite(b0), finite(b1));
+}
+
+}  // namespace rawops

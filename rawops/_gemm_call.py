@@ -1,0 +1,341 @@
+"""From arrays to a launch: what `gemm`, `Gemm` and the fused LoRA calls have in common.
+
+A `Product` describes the arrays of a call by a key. The first call with a key checks the arguments, chooses a kernel
+and packs what stays the same; later ones only fill in addresses and launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from rawops import _gemm_config, _gemm_sm90
+from rawops._gemm_config import ACTIVATIONS, CALL, KERNELS, REDUCE, SCALAR_TYPES, Config, Problem
+from rawops._gemm_operands import (
+    ROLES,
+    Operand,
+    Options,
+    Request,
+    Sizes,
+    check,
+    describe,
+    fold_batch,
+    layout_of,
+    pack_shape,
+)
+from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.kernel import Function
+
+ONE, ZERO = (0, 1.0, 0), (0, 0.0, 0)  # scalars as the kernels take them: address, value, type of the array
+
+_OUT = ROLES.index("out")
+_IN_PLACE = ("c", "residual")  # out may be one of these, entry for entry
+_MAX_GRID_Z = 65535
+_MAX_LAUNCHES = 4096  # of one product
+
+# --- scalars --------------------------------------------------------------------------------------------------------
+
+
+def scalars(function: str, alpha, beta, c) -> tuple[tuple, tuple]:
+    """Return alpha and beta as the kernels take them; without beta, c is not read."""
+    alpha = (0, alpha, 0) if type(alpha) is float else _scalar(function, "alpha", alpha)
+    beta = (0, beta, 0) if type(beta) is float else _scalar(function, "beta", beta)
+    if c is None and beta != ZERO:
+        checks.fail(ValueError, function, "c", "be given where beta is not 0", "None")
+    return alpha, beta
+
+
+def _scalar(function: str, name: str, value) -> tuple[int, float, int]:
+    is_array = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+    if isinstance(value, np.generic):
+        return 0, float(value), 0
+    if not is_array:
+        return 0, checks.number(function, name, value), 0
+    (x,), _ = arrays.take(function, **{name: value})
+    if x.ndim != 0:
+        checks.fail(ValueError, function, name, "be a number or a 0-d array", f"shape {tuple(x.shape)}")
+    kind = SCALAR_TYPES.index(checks.dtype(function, name, x, SCALAR_TYPES))
+    return arrays.device_of(function, **{name: x}).pointer(x), 0.0, kind
+
+
+# --- launches -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OneKernel:
+    """A product in one launch. `tail` packs what the kernel takes behind GemmParams, and keeps what that points to."""
+
+    kernel: Function
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    shape: bytes
+    tail: Callable[[tuple, list], tuple[bytes, object]] | None
+
+    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        params = CALL.pack(*addresses[:2], *alpha, *addresses[2:6], *beta) + self.shape
+        if self.tail is not None:
+            further, _kept = self.tail(operands, addresses)
+            params += further
+        self.kernel.launch(self.grid, self.block, (params,), self.shared_bytes)
+
+
+@dataclass(frozen=True)
+class SplitK:
+    """Partial products, which are a product into a workspace, and the reduction that finishes them."""
+
+    partial: OneKernel
+    reduce: Function
+    grid: tuple[int, int, int]
+    shape: bytes
+    slices: tuple[int, int, int]  # splits, batches * M, row stride
+    workspace: Callable[[], tuple]  # the array and its address
+
+    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        _kept, workspace = self.workspace()
+        splits, _, row_stride = self.slices
+        self.partial.run(operands, [*addresses[:2], workspace, 0, 0, 0, *addresses[6:]], alpha, ZERO)
+        params = CALL.pack(*addresses[:2], *alpha, *addresses[2:6], *beta) + self.shape
+        self.reduce.launch(self.grid, (128, 1, 1), (params, workspace, splits, row_stride))
+
+
+@dataclass(frozen=True)
+class OnHopper:
+    """A product in one launch of Hopper's own kernel. `more` goes before the addresses of further operands."""
+
+    plan: _gemm_sm90.Plan
+    shape: bytes
+    more: tuple = ()
+
+    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        a, b, out = addresses[:3]
+        params = CALL.pack(a, b, *alpha, *addresses[2:6], *beta) + self.shape
+        self.plan.run(a, b, out, params, *self.more, *addresses[6:])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything about a call that does not change while its key stays the same.
+
+    Attributes
+    ----------
+    overlaps : tuple
+        For each input its index, and between which distances from out it overlaps out; None, or the distance
+        at which it may.
+    run : callable
+        Takes all arrays and their addresses, alpha and beta. None where there is nothing to launch.
+    """
+
+    device: object
+    out_shape: tuple[int, ...]
+    out_dtype: np.dtype
+    overlaps: tuple
+    run: Callable | None
+
+    def collides(self, addresses: list) -> bool:
+        """Tell whether the result would overwrite what is still to be read."""
+        out = addresses[_OUT]
+        for index, low, high, allowed in self.overlaps:
+            distance = addresses[index] - out
+            if low < distance < high and distance != allowed:
+                return True
+        return False
+
+
+def _overlaps(request: Request) -> tuple:
+    out = request.arrays["out"]
+    if out is None:
+        return ()
+    out_low, out_high = _span(out)
+    found = []
+    for index, (role, x) in enumerate(request.arrays.items()):
+        if role == "out" or x is None or x.size == 0:
+            continue
+        low, high = _span(x)
+        same = x.shape == out.shape and x.strides == out.strides and x.dtype == out.dtype
+        found.append((index, out_low - high, out_high - low, 0 if same and role in _IN_PLACE else None))
+    return tuple(found)
+
+
+def _span(x) -> tuple[int, int]:
+    """First byte of an array and the one past its last, from its address."""
+    steps = [(extent - 1) * s for extent, s in zip(x.shape, x.strides, strict=True)]
+    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+class Product:
+    """A product with fixed options, called with arrays in the order of `roles`.
+
+    lora.py derives one that adds a low-rank part in the same kernel: see `hopper`, `configure` and `kernel`.
+
+    Parameters
+    ----------
+    function : str
+        For messages.
+    options : Options
+    workspaces : dict, optional
+        Keeps workspaces from call to call; without, each call allocates its own.
+    """
+
+    roles: ClassVar[tuple[str, ...]] = ROLES
+    names: ClassVar[dict[str, str]] = {}  # what the user calls an operand, where that is not its role
+
+    def __init__(self, function: str, options: Options, workspaces: dict | None = None) -> None:
+        self.function, self.options, self.workspaces = function, options, workspaces
+        self._launches: dict[tuple, Launch] = {}
+        self._last: tuple = (None, None)
+
+    def __call__(self, operands: tuple, alpha: tuple = ONE, beta: tuple = ZERO):
+        """Run on arrays of any kind; alpha and beta as `scalars` returns them."""
+        found = arrays.signature(operands)
+        if found is None:
+            return self._call_converted(operands, alpha, beta)
+        # The fast path: CuPy arrays of one device. Everything that a launch depends on is in the key.
+        key, addresses = found
+        last, launch = self._last
+        if key != last:
+            launch = self._launch_of(key, operands, addresses)
+        return self._run(launch, operands, addresses, alpha, beta)
+
+    def _call_converted(self, operands: tuple, alpha: tuple, beta: tuple):
+        """Run on arrays that need conversion, or in the emulator, which is too slow itself to need a cache."""
+        names = [self.names.get(role, role) for role in self.roles]
+        named = dict(zip(names, operands, strict=True))
+        converted, give = arrays.take(self.function, **named)
+        device = arrays.device_of(self.function, **dict(zip(names, converted, strict=True)))
+        operands = tuple(converted)
+        if not device.is_emulated:
+            return give(self(operands, alpha, beta))
+        addresses = [device.pointer(x) for x in operands]
+        launch = self.prepare(device, operands, addresses)
+        return give(self._run(launch, operands, addresses, alpha, beta))
+
+    def _launch_of(self, key: list, operands: tuple, addresses: list) -> Launch:
+        frozen = tuple(key)
+        launch = self._launches.get(frozen)
+        if launch is None:
+            device = arrays.device_of(self.function, a=operands[0])
+            launch = self.prepare(device, operands, addresses)
+            if len(self._launches) >= _MAX_LAUNCHES:
+                self._launches.clear()
+            self._launches[frozen] = launch
+        self._last = key, launch
+        return launch
+
+    def _run(self, launch: Launch, operands: tuple, addresses: list, alpha: tuple, beta: tuple):
+        out = operands[_OUT]
+        if out is None:
+            out = launch.device.empty(launch.out_shape, launch.out_dtype)
+            addresses[_OUT] = launch.device.pointer(out)
+            operands = (*operands[:_OUT], out, *operands[_OUT + 1 :])
+        elif launch.collides(addresses):
+            aside = launch.device.empty(launch.out_shape, launch.out_dtype)
+            out[...] = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), alpha, beta)
+            return out
+        if launch.run is not None:
+            launch.run(operands, addresses, alpha, beta)
+        return out
+
+    def workspace(self, device, shape: tuple, dtype) -> tuple:
+        """Return an array and its address; a kept one, if workspaces are kept."""
+        if self.workspaces is None:
+            x = device.empty(shape, dtype)
+        else:
+            key = (device, shape, dtype)
+            if key not in self.workspaces:
+                self.workspaces[key] = device.empty(shape, dtype)
+            x = self.workspaces[key]
+        return x, device.pointer(x)
+
+    def prepare(self, device, operands: tuple, addresses: list) -> Launch:
+        """Check the arguments, choose the kernel and pack what does not change."""
+        named = dict(zip(self.roles, operands, strict=True))
+        request = Request(self.function, self.options, named, addresses, self.names)
+        dtype, out_dtype, sizes = check(request)
+        run = self._steps(device, request, dtype, out_dtype, sizes).run if math.prod(sizes.result) else None
+        return Launch(device, sizes.result, dtypes.numpy(out_dtype), _overlaps(request), run)
+
+    # What a derived product changes. `further` are the operands beyond `ROLES`.
+
+    def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
+        """Return the product on Hopper's own kernel, None where another one is to take it."""
+        if self.options.split_k is None and _gemm_sm90.supports(*described):
+            return OnHopper(_gemm_sm90.plan(*described), shape)
+        return None
+
+    def configure(self, device, request: Request, problem: Problem) -> Config:
+        """Choose tile and split."""
+        split_k = self.options.split_k
+        return _gemm_config.select_config(problem, device.sm_count, device.max_shared_bytes, split_k)
+
+    def kernel(self, device, request: Request, problem: Problem, config: Config, choices: dict, further: dict):
+        """Return the kernel, its shared memory, and the `tail` of OneKernel."""
+        itemsize = dtypes.itemsize(problem.dtype)
+        return KERNELS[problem.kind].kernel(device, **choices), config.tile.shared_bytes(itemsize), None
+
+    # How a product is prepared.
+
+    def _steps(self, device, request: Request, dtype: str, out_dtype: str, sizes: Sizes):
+        described = describe(request, sizes, out_dtype)
+        further = {role: described.pop(role) for role in self.roles[len(ROLES) :]}
+        M, extents = fold_batch(request, described, sizes)
+        N, K, gate = sizes.N, sizes.K, sizes.gate
+        a, b = described["a"], described["b"]
+        a_k_major, access_a = layout_of(a, M, K, a.row, a.col, 0)
+        b_k_major, access_b = layout_of(b, N, K, b.col, b.row, gate)
+        tf32 = self.options.precision == "tf32"
+        problem = Problem(dtype, M, N, K, math.prod(extents), tf32, min(access_a, access_b))
+        activation = ACTIVATIONS.index(self.options.activation)
+        config = self.configure(device, request, problem)
+        shape = pack_shape(described, (M, N, K, sizes.cols), extents, config, gate)
+        on_hopper = self.hopper(request, (device, described, M, N, K, extents, activation), further, shape)
+        if on_hopper is not None:
+            return on_hopper
+        choices = {"dtype": dtype, "a_k_major": a_k_major, "b_k_major": b_k_major}
+        choices |= {"access_a": access_a, "access_b": access_b}
+        one_kernel = functools.partial(self._one_kernel, device, request, problem, config, further)
+        if config.split_k == 1:
+            return one_kernel({**choices, "out_dtype": out_dtype, "activation": activation}, shape)
+        slices, partial_shape = _slices(problem, config, described, extents)
+        groups = -(-sizes.cols // (16 // dtypes.itemsize(problem.accumulator))) * M * problem.batches
+        return SplitK(
+            partial=one_kernel({**choices, "out_dtype": problem.accumulator, "activation": 0}, partial_shape),
+            reduce=REDUCE.kernel(device, dtype=dtype, out_dtype=out_dtype, activation=activation),
+            grid=(-(-groups // 128), 1, 1),
+            shape=shape,
+            slices=slices,
+            workspace=functools.partial(self.workspace, device, slices, dtypes.numpy(problem.accumulator)),
+        )
+
+    def _one_kernel(self, device, request, problem, config, further: dict, choices: dict, shape: bytes) -> OneKernel:
+        tile = config.tile
+        choices = {**choices, "tile": tile.cpp}
+        kernel, shared_bytes, tail = self.kernel(device, request, problem, config, choices, further)
+        tiles = -(-problem.M // tile.block_m) * -(-problem.N // tile.block_n)
+        grid = (tiles, config.split_k, min(problem.batches, _MAX_GRID_Z))
+        shared_bytes = max(shared_bytes, tile.staging_bytes(problem.accumulator))
+        return OneKernel(kernel, grid, (tile.threads, 1, 1), shared_bytes, shape, tail)
+
+
+def _slices(problem: Problem, config: Config, described: dict, extents: tuple) -> tuple[tuple[int, int, int], bytes]:
+    """Describe the partial products: splits, batches * M and row stride, and their GemmShape."""
+    M, N, K = problem.M, problem.N, problem.K
+    itemsize = dtypes.itemsize(problem.accumulator)
+    width = 16 // itemsize
+    row_stride = -(-N // width) * width
+    strides, step = [], M * row_stride
+    for extent in reversed(extents):
+        strides.insert(0, step)
+        step *= extent
+    plain = {role: described[role] for role in ("a", "b")}
+    plain["out"] = Operand(problem.accumulator, itemsize, 0, row_stride, 1, strides)
+    shape = pack_shape(plain, (M, N, K, N), extents, config, 0, partial_stride=step)
+    return (config.split_k, problem.batches * M, row_stride), shape

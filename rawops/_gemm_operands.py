@@ -1,0 +1,310 @@
+"""The arrays of a product: the checks that they fit together, and how the kernels see them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rawops._gemm_config import ACTIVATIONS, DTYPES, SHAPE
+from rawops._runtime import checks, dtypes
+
+ROLES = ("a", "b", "out", "c", "bias", "residual")  # in the order in which the kernels take their addresses
+MAX_SIZE = 2**31 - 2**16  # leaves the kernels' int arithmetic room for a tile
+
+_MAX_BATCH_AXES = 3
+_ALIGNED, _FLOAT32 = 1, 2  # OperandFlags in epilogue.cuh
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a product does beside multiplying: keywords of `gemm`. `sizes` are the (M, N, K, dtype) of a plan."""
+
+    activation: str | None = None
+    out_dtype: Any = None
+    precision: str | None = None
+    split_k: int | None = None
+    sizes: tuple | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call to be checked and described.
+
+    Attributes
+    ----------
+    function : str
+        For messages, as `names`, the user's name of every role that has another.
+    arrays : dict
+        Arrays or None by role: those of `ROLES`, then those that another kernel takes beside them.
+    addresses : list of int
+        Of their first elements, in the same order.
+    """
+
+    function: str
+    options: Options
+    arrays: dict
+    addresses: list
+    names: dict
+
+    def fail(self, kind: type[Exception], role: str, rule: str, got, hint: str = "") -> None:
+        checks.fail(kind, self.function, self.names.get(role, role), rule, got, hint)
+
+
+@dataclass
+class Operand:
+    """An array as the kernels see it: strides in elements, batch axes as in the result."""
+
+    dtype: str
+    itemsize: int
+    alignment: int  # the address modulo 16
+    row: int
+    col: int
+    batch: list[int]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a product. N counts columns of b, `cols` those of the result: half as many for swiglu."""
+
+    M: int
+    N: int
+    K: int
+    cols: int
+    batch: tuple[int, ...]
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        return (*self.batch, self.M, self.cols)
+
+    @property
+    def gate(self) -> int:
+        """From a column of gate to that of up."""
+        return self.cols if self.cols != self.N else 0
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check(request: Request) -> tuple[str, str, Sizes]:
+    """Check everything that the user can get wrong; return the dtypes of a and out, and the sizes."""
+    options, arrays = request.options, request.arrays
+    a, b = arrays["a"], arrays["b"]
+    if options.sizes is not None:
+        _check_plan(request, *options.sizes)
+    dtype = _check_operands(request)
+    if options.split_k is not None:
+        checks.int_range(request.function, "split_k", options.split_k, 1, 1024)
+    N = b.shape[-1]
+    cols = N // 2 if options.activation == "swiglu" else N
+    sizes = Sizes(a.shape[-2], N, a.shape[-1], cols, _broadcast_batch(request))
+    out_dtype = _out_dtype(request, dtype)
+    _check_epilogue(request, dtype, sizes)
+    return dtype, out_dtype, sizes
+
+
+def _check_operands(request: Request) -> str:
+    function, options = request.function, request.options
+    a, b = request.arrays["a"], request.arrays["b"]
+    dtype = checks.dtype(function, "a", a, DTYPES)
+    checks.dtype(function, "b", b, (dtype,), "a and b have one dtype; convert one of them.")
+    for role, x in (("a", a), ("b", b)):
+        if x.ndim < 2:
+            hint = "Make a vector a matrix with x[None, :] or x[:, None]."
+            request.fail(ValueError, role, "have at least 2 dimensions", f"shape {tuple(x.shape)}", hint)
+        if max(x.shape[-2:]) > MAX_SIZE:
+            request.fail(ValueError, role, f"have at most {MAX_SIZE} rows and columns", tuple(x.shape))
+    if a.shape[-1] != b.shape[-2]:
+        rule = f"have {a.shape[-1]} rows, as a has columns"
+        request.fail(ValueError, "b", rule, f"shapes {tuple(a.shape)} @ {tuple(b.shape)}", "Transpose it?")
+    checks.choice(function, "activation", options.activation, ACTIVATIONS)
+    if options.activation == "swiglu" and b.shape[-1] % 2:
+        request.fail(ValueError, "b", "have an even number of columns for swiglu", b.shape[-1])
+    checks.choice(function, "precision", options.precision, (None, "tf32"))
+    if options.precision == "tf32" and dtype != "float32":
+        rule, got = f"be None for {dtype}", repr(options.precision)
+        checks.fail(ValueError, function, "precision", rule, got, "TF32 rounds float32.")
+    return dtype
+
+
+def _check_plan(request: Request, M: int, N: int, K: int, dtype: str) -> None:
+    for role, shape in (("a", (M, K)), ("b", (K, N))):
+        x = request.arrays[role]
+        if x.shape[-2:] != shape:
+            request.fail(ValueError, role, f"have shape (..., {shape[0]}, {shape[1]})", tuple(x.shape))
+        checks.dtype(request.function, role, x, (dtype,))
+
+
+def _broadcast_batch(request: Request) -> tuple[int, ...]:
+    a, b = request.arrays["a"], request.arrays["b"]
+    try:
+        batch = np.broadcast_shapes(tuple(a.shape[:-2]), tuple(b.shape[:-2]))
+    except ValueError:
+        shapes = f"shapes {tuple(a.shape)} @ {tuple(b.shape)}"
+        return request.fail(ValueError, "b", "have batch axes that broadcast with those of a", shapes)
+    if math.prod(batch) > MAX_SIZE:
+        request.fail(ValueError, "a", f"make at most {MAX_SIZE} matrices with b", math.prod(batch))
+    return batch
+
+
+def _out_dtype(request: Request, dtype: str) -> str:
+    given, out = request.options.out_dtype, request.arrays["out"]
+    wanted = given if given is not None else out.dtype if out is not None else dtype
+    try:
+        name = dtypes.name(wanted)
+    except (TypeError, AttributeError):
+        name = repr(wanted)
+    allowed = tuple(dict.fromkeys((dtype, "float32")))
+    if name not in allowed:
+        argument = "out_dtype" if given is not None else "out"
+        checks.fail(TypeError, request.function, argument, f"be {' or '.join(allowed)} for {dtype} inputs", name)
+    if out is not None:
+        checks.dtype(request.function, "out", out, (name,), "out and out_dtype name the same type.")
+    return name
+
+
+def _check_epilogue(request: Request, dtype: str, sizes: Sizes) -> None:
+    function, arrays = request.function, request.arrays
+    allowed = tuple(dict.fromkeys((dtype, "float32"))) if dtype != "float64" else (dtype,)
+    for role, target in (("c", (*sizes.batch, sizes.M, sizes.N)), ("residual", sizes.result)):
+        x = arrays[role]
+        if x is not None:
+            checks.dtype(function, role, x, allowed)
+            trailing = target[len(target) - x.ndim :] if x.ndim <= len(target) else None
+            fits = trailing and all(have in (1, want) for have, want in zip(x.shape, trailing, strict=True))
+            if x.ndim < 2 or not fits:
+                checks.fail(ValueError, function, role, f"broadcast to shape {target}", f"shape {tuple(x.shape)}")
+    if arrays["bias"] is not None:
+        checks.dtype(function, "bias", arrays["bias"], allowed)
+        checks.shape(function, "bias", arrays["bias"], (sizes.N,))
+    out = arrays["out"]
+    if out is not None:
+        checks.shape(function, "out", out, sizes.result)
+        if any(s == 0 and extent > 1 for s, extent in zip(out.strides, out.shape, strict=True)):
+            checks.fail(ValueError, function, "out", "have entries of its own", f"strides {tuple(out.strides)}")
+
+
+# --- descriptions ---------------------------------------------------------------------------------------------------
+
+
+def describe(request: Request, sizes: Sizes, out_dtype: str) -> dict[str, Operand]:
+    """Describe every array that is present, with batch strides of the result's batch shape, and the result."""
+    targets = {"c": (*sizes.batch, sizes.M, sizes.N), "residual": sizes.result, "out": sizes.result}
+    found = {}
+    for (role, x), address in zip(request.arrays.items(), request.addresses, strict=True):
+        if x is None:
+            if role == "out":
+                found[role] = contiguous(sizes.result, out_dtype)
+            continue
+        itemsize = x.dtype.itemsize
+        address = address if x.size else 0
+        if address % itemsize or any(s % itemsize for s in x.strides):
+            got = f"address {address}, strides {tuple(x.strides)} bytes"
+            request.fail(ValueError, role, "lie on whole elements", got, "Copy it first.")
+        strides = [s // itemsize for s in x.strides]
+        if role == "bias":
+            found[role] = Operand(dtypes.name(x.dtype), itemsize, address % 16, 0, strides[0], [0])
+            continue
+        target = targets.get(role, (*sizes.batch, *x.shape[-2:]))
+        strides = [0] * (len(target) - x.ndim) + [
+            s if extent != 1 else 0 for s, extent in zip(strides, x.shape, strict=True)
+        ]
+        *batch, row, col = strides
+        if col == 0 and target[-1] == 1:
+            col = 1  # so that one column counts as contiguous
+        found[role] = Operand(dtypes.name(x.dtype), itemsize, address % 16, row, col, batch)
+    return found
+
+
+def contiguous(shape: tuple[int, ...], dtype: str) -> Operand:
+    """Describe a row-major array that is yet to be allocated."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.insert(0, strides[0] * extent)
+    *batch, row, col = strides
+    return Operand(dtype, dtypes.itemsize(dtype), 0, row, col, batch)
+
+
+def fold_batch(request: Request, operands: dict[str, Operand], sizes: Sizes) -> tuple[int, tuple[int, int, int]]:
+    """Merge batch axes that every operand steps through evenly, and those that only stack rows of a into M.
+
+    Returns M and three extents; the operands' batch strides change to match.
+    """
+    M = sizes.M
+    stacked = [x for role, x in operands.items() if role != "bias"]
+    axes = [(extent, [x.batch[i] for x in stacked]) for i, extent in enumerate(sizes.batch) if extent != 1]
+    merged: list[tuple[int, list[int]]] = []
+    for extent, strides in reversed(axes):
+        if merged and all(s == t * merged[0][0] for s, t in zip(strides, merged[0][1], strict=True)):
+            merged[0] = (merged[0][0] * extent, merged[0][1])
+        else:
+            merged.insert(0, (extent, strides))
+    if merged:
+        extent, strides = merged[-1]
+        step = dict(zip((id(x) for x in stacked), strides, strict=True))
+        rows = [x for x in stacked if x is not operands["b"]]
+        even = all(M == 1 or step[id(x)] == M * x.row for x in rows)
+        if step[id(operands["b"])] == 0 and even and M * extent <= MAX_SIZE:
+            for x in rows:
+                x.row = step[id(x)] if M == 1 else x.row
+            M *= extent
+            merged.pop()
+    if len(merged) > _MAX_BATCH_AXES:
+        extents = tuple(extent for extent, _ in merged)
+        hint = "Copy the operands into contiguous arrays, or loop over the first axis."
+        rule = f"have at most {_MAX_BATCH_AXES} batch axes that cannot be merged"
+        request.fail(ValueError, "a", rule, f"axes of {extents}", hint)
+    merged = [(1, [0] * len(stacked))] * (_MAX_BATCH_AXES - len(merged)) + merged
+    for i, x in enumerate(stacked):
+        x.batch = [strides[i] for _, strides in merged]
+    if "bias" in operands:
+        operands["bias"].batch = [0] * _MAX_BATCH_AXES
+    return M, tuple(extent for extent, _ in merged)
+
+
+def layout_of(x: Operand, mn: int, k: int, mn_stride: int, k_stride: int, gate: int) -> tuple[bool, int]:
+    """Choose the contiguous axis of an operand and the widest access along it that is always aligned.
+
+    Returns whether that axis is K, and the access in bytes: one element if neither axis is contiguous. An axis of one
+    entry is contiguous whatever its stride.
+    """
+
+    def access(extent, stride, slow_extent, slow_stride, halves):
+        if stride != 1 and extent > 1:
+            return 0
+        steps = (*x.batch, halves, slow_stride if slow_extent > 1 else 0)
+        return math.gcd(16, x.alignment, *(s * x.itemsize for s in steps))
+
+    along_k = access(k, k_stride, mn, mn_stride, 0)
+    along_mn = access(mn, mn_stride, k, k_stride, gate)
+    if not along_k and not along_mn:
+        return abs(k_stride) <= abs(mn_stride), x.itemsize
+    return along_k >= along_mn, max(along_k, along_mn)
+
+
+def pack_shape(operands, sizes, extents, config, gate, partial_stride=0) -> bytes:
+    """Pack GemmShape; `sizes` are M, N, K and the columns of the result."""
+    M, N, K, cols = sizes
+    width = 2 if operands["a"].dtype == "float64" else 4  # columns that a thread finishes together
+    strides, flags = [], {}
+    for name in ("a", "b", "out", "c", "residual"):
+        x = operands.get(name)
+        strides += [0] * 5 if x is None else [x.row, x.col, *x.batch]
+    for name in ("out", "c", "bias", "residual"):
+        x = operands.get(name)
+        flags[name] = 0
+        if x is not None:
+            halves = gate if name in ("c", "bias") else 0
+            whole = math.gcd(x.alignment, *(s * x.itemsize for s in (x.row, *x.batch, halves)))
+            flags[name] |= _ALIGNED if x.col == 1 and whole % (width * x.itemsize) == 0 else 0
+            flags[name] |= _FLOAT32 if x.dtype == "float32" else 0
+    bias = operands.get("bias")
+    return SHAPE.pack(
+        *strides,
+        bias.col if bias else 0,
+        *(M, cols, *flags.values()),
+        partial_stride,
+        *(M, N, K, config.k_per_split, math.prod(extents), *extents),
+    )
