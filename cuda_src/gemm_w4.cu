@@ -17,7 +17,7 @@ template <int BLOCK_M_, int BLOCK_N_, int BLOCK_K_, int STAGES_, int WARPS_M_, i
     static constexpr int WARPS_M = WARPS_M_, WARPS_N = BLOCK_N / 32, WARPS_K = WARPS_K_;
     static constexpr int THREADS = WARPS_M * WARPS_N * WARPS_K * kWarpSize;
     static constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_K = BLOCK_K / WARPS_K;
-    static constexpr int BLOCKS = BLOCK_M <= 16 ? 2 : 1;  // on an SM: few tokens leave registers for more
+    static constexpr int BLOCKS = BLOCK_M == 8 ? 2 : 1;  // on an SM: few tokens leave registers for more
     static_assert(WARP_M % 8 == 0 && WARP_K % 32 == 0 && BLOCK_K % 128 == 0, "warps hold whole fragments and groups");
 };
 

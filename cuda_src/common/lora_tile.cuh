@@ -2,6 +2,7 @@
 // and the product with b on its accumulators afterwards. In between, y = x @ a is a float32 tile in shared memory.
 #pragma once
 #include "mma_tile.cuh"
+#include "split_tf32.cuh"
 
 namespace rawops {
 
@@ -84,7 +85,6 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
     using LoaderB = OperandLoader<T, Tile::BLOCK_N, 16, kKMajor, ACCESS, Tile::THREADS, Tile::GATE>;
     using TileY = typename LoaderY::Tile;
     using TileB = typename LoaderB::Tile;
-    using Atom = MmaAtom<float>;
     static constexpr int B_BYTES = RANK / 16 * TileB::BYTES;  // 16 ranks a tile: more need more registers on the way
     static_assert(Tile::ATOMS_N % 4 == 0, "one ldmatrix reads b for four atoms");
 
@@ -140,36 +140,23 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const float2 y = load_pair(tile_y + TileY::moved(lane_y, i * 16 + half * 8, k_step * 8));
-                    split(high[half], low[half], scaling * y.x);
-                    split(high[half + 2], low[half + 2], scaling * y.y);
+                    split_tf32(high[half], low[half], scaling * y.x);
+                    split_tf32(high[half + 2], low[half + 2], scaling * y.y);
                 }
 #pragma unroll
                 for (int j = 0; j < Tile::ATOMS_N; ++j) {
-                    Atom::multiply(acc[i][j], high, bits(b[j][0]), bits(b[j][1]));
-                    Atom::multiply(acc[i][j], low, bits(finite_or_zero(b[j][0])), bits(finite_or_zero(b[j][1])));
+                    multiply_split(acc[i][j], high, low, b[j][0], b[j][1]);
                 }
             }
         }
     }
 
 private:
-    static __device__ uint32_t bits(float x) { return __float_as_uint(x); }
-
     static __device__ float2 load_pair(uint32_t address) {
         float2 pair;
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
         return pair;
     }
-
-    // `high` is cut off and so never overflows; `low` is 0 where nothing is left, at infinity too.
-    static __device__ void split(uint32_t& high, uint32_t& low, float value) {
-        high = bits(value) & 0xffffe000;
-        const float cut = __uint_as_float(high);
-        low = value == cut ? 0 : round_to_tf32(bits(value - cut));
-    }
-
-    // An infinite b has met the high part; times a low part of 0 it would only make a NaN.
-    static __device__ float finite_or_zero(float b) { return b - b == 0.0f ? b : 0.0f; }
 };
 
 }  // namespace rawops

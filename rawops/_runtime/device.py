@@ -134,6 +134,7 @@ class CudaFunction:
         except AttributeError:
             buffer, table = self._new_arguments()
         self._pack_into(buffer, 0, *values)
+        (grid_x, grid_y, grid_z), (x, y, z) = grid, block
         if shared_bytes > self._shared_limit:
             self._opt_in(shared_bytes)
         device = self.device
@@ -142,7 +143,8 @@ class CudaFunction:
         if elsewhere:
             device.set_current(self._ordinal)
         try:
-            device.launch_kernel(self._pointer, *grid, *block, shared_bytes, device.get_stream().ptr, table, 0)
+            stream = device.get_stream().ptr
+            device.launch_kernel(self._pointer, grid_x, grid_y, grid_z, x, y, z, shared_bytes, stream, table, 0)
         finally:
             if elsewhere:
                 device.set_current(current)

@@ -1,0 +1,101 @@
+"""From arrays to a launch: what makes two calls the same to the cache, and when a result would overwrite an input."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rawops._gemm_call import Product
+from rawops._gemm_operands import Options
+from rawops._runtime import arrays
+
+
+class Memory:
+    def __init__(self, ptr, device_id):
+        self.ptr, self.device_id = ptr, device_id
+
+
+class Native:
+    """Stands in for a CuPy array, on a GPU that is not there."""
+
+    def __init__(self, shape, dtype="float16", strides=None, address=1 << 20, ordinal=0):
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.strides = strides or np.empty(shape, dtype).strides
+        self.ndim, self.size = len(shape), int(np.prod(shape))
+        self.data = Memory(address, ordinal)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """A product of stand-ins, whose launches are counted and run by nothing."""
+    monkeypatch.setattr(arrays, "_native", Native)
+    monkeypatch.setattr(arrays, "device_of", lambda function, **named: None)
+    calls = []
+
+    class Counted(Product):
+        def _steps(self, device, request, *_):
+            calls.append(request)
+            return self
+
+        def run(self, *_):
+            pass
+
+    return Counted("gemm", Options()), calls
+
+
+def operands(**changes) -> dict:
+    return {"a": Native((4, 8)), "b": Native((8, 6)), "out": Native((4, 6), address=1 << 24)} | changes
+
+
+DIFFERENT = [
+    {"a": Native((5, 8)), "out": Native((5, 6), address=1 << 24)},
+    {"a": Native((4, 8), strides=(2, 8))},
+    {"a": Native((4, 8), address=(1 << 20) + 2)},
+    {"b": Native((8, 6), strides=(24, 2))},
+    {"out": Native((4, 6), "float32", address=1 << 24)},
+    {"c": Native((4, 6))},
+    {"residual": Native((4, 6))},
+    {"bias": Native((6,))},
+    {
+        "a": Native((4, 8), "bfloat16"),
+        "b": Native((8, 6), "bfloat16"),
+        "out": Native((4, 6), "bfloat16", None, 1 << 24),
+    },
+    {name: Native(x.shape, address=x.data.ptr, ordinal=1) for name, x in operands().items()},
+]
+
+
+def test_a_launch_is_prepared_once_for_each_key(prepared):
+    """Every difference that a kernel depends on counts, in any order of calls; other addresses do not."""
+    product, calls = prepared
+    kinds = [operands(**changes) for changes in ({}, *DIFFERENT)]
+    for _ in range(2):
+        for first, second in itertools.product(kinds, kinds):
+            for named in (first, second, second):
+                product(tuple(named.get(role) for role in product.roles))
+    assert len(calls) == len(kinds)
+    product(tuple(operands(a=Native((4, 8), address=1 << 22)).get(role) for role in product.roles))
+    assert len(calls) == len(kinds)
+
+
+def test_arrays_that_need_more_thought_have_no_signature(prepared):
+    x = Native((4, 4))
+    assert arrays.signature((x, None, x)) is not None
+    assert arrays.signature((x, np.zeros((4, 4)))) is None
+    assert arrays.signature((x, Native((4, 4), ordinal=1))) is None
+
+
+def test_a_result_over_an_input_is_found(prepared):
+    """The byte ranges decide, except where out is c or the residual, entry for entry."""
+    product, _ = prepared
+    last = 2 * 4 * 8
+    for role, shape in {"a": (4, 8), "b": (8, 8), "c": (4, 8), "residual": (4, 8)}.items():
+        for shift in (-128, -last, -last + 16, -16, 0, 16, last - 16, last):
+            named = {"a": Native((4, 8)), "b": Native((8, 8)), "out": Native((4, 8), address=1 << 24)}
+            named[role] = x = Native(shape, address=(1 << 24) + shift)
+            found = tuple(named.get(role) for role in product.roles)
+            product(found) if shift in (-128, last) else None
+            key, addresses = arrays.signature(found)
+            launch = product._launch_of(key, found, addresses)
+            overlapping = -2 * x.size < shift < last
+            assert launch.collides(addresses) == (overlapping and not (shift == 0 and role in ("c", "residual")))
