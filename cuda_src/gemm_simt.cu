@@ -28,12 +28,12 @@ template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = fa
     static constexpr int PIECES_PER_ROW = (kKMajor ? K : MN) / WIDTH;  // a row of the operand, along ACCESS
     static constexpr int ROWS_PER_STEP = THREADS / PIECES_PER_ROW;
     static constexpr int STEPS = MN * K / WIDTH / THREADS;
-    static constexpr int EXTENT = kGated ? MN / 2 : MN;  // of the operand's MN
+    static constexpr int EXTENT = kGated ? MN / 2 : MN;                // of the operand's MN
+    static constexpr int ROWS = kKMajor ? EXTENT : K;                  // evenly spaced
     static_assert(THREADS % PIECES_PER_ROW == 0 && MN * K % (WIDTH * THREADS) == 0, "all threads take whole pieces");
+    static_assert(ROWS % ROWS_PER_STEP == 0, "a step stays in one half");
 
-    static constexpr bool kFolded = kGated && kKMajor;  // rows are not evenly spaced
-
-    const float* source;  // of this thread's first piece in the slice that comes next; in row 0 if rows are folded
+    const float* source;  // this thread's first piece in the slice that comes next
     int64_t row_stride, col_stride, gate_offset;
     int mn_count;  // MN that exist from the tile's origin on (of one half, if gated)
     int row, col;  // this thread's first piece
@@ -48,8 +48,8 @@ template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = fa
           mn_count(mn_end - mn_begin),
           row(thread / PIECES_PER_ROW),
           col(thread % PIECES_PER_ROW * WIDTH) {
-        source += kKMajor ? col * col_stride : mn_offset(col, col_stride);
-        if (!kFolded) source += row * row_stride;
+        source += row * row_stride + (kKMajor ? col : col % EXTENT) * col_stride;
+        if (kGated && !kKMajor && col >= EXTENT) source += gate_offset;
     }
 
     // Starts the copy of the next slice, of which k_count values of K exist.
@@ -78,13 +78,12 @@ private:
     template <bool kWhole> __device__ void copy(uint32_t destination, int k_count) {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            const int r = row + step * ROWS_PER_STEP;
-            const int rows_exist = kKMajor ? mn_count : k_count;
+            const int begin = step * ROWS_PER_STEP, rows = (kKMajor ? mn_count : k_count) - begin % ROWS;
             const int cols = kKMajor ? k_count - col : mn_count - col % EXTENT;
-            const int valid = kWhole ? WIDTH : (kKMajor ? r % EXTENT : r) < rows_exist ? clamp(cols, 0, WIDTH) : 0;
-            const float* from = source + (kFolded ? mn_offset(r, row_stride) : step * ROWS_PER_STEP * row_stride);
+            const int valid = kWhole ? WIDTH : row < rows ? clamp(cols, 0, WIDTH) : 0;
+            const float* from = source + begin % ROWS * row_stride + (begin >= ROWS ? gate_offset : 0);
             if constexpr (!kKMajor) {
-                cp_async<ACCESS>(destination + Tile::offset(r, col), from, valid * int(sizeof(float)));
+                cp_async<ACCESS>(destination + Tile::offset(row + begin, col), from, valid * int(sizeof(float)));
             } else if constexpr (kWhole) {
                 const auto piece = *reinterpret_cast<const Vector<float, WIDTH>*>(from);
 #pragma unroll
@@ -94,10 +93,6 @@ private:
                 for (int i = 0; i < WIDTH; ++i) pending[step][i] = i < valid ? from[i] : 0;
             }
         }
-    }
-
-    __device__ int64_t mn_offset(int mn, int64_t stride) const {
-        return mn % EXTENT * stride + (kGated && mn >= EXTENT ? gate_offset : 0);
     }
 };
 
@@ -120,9 +115,9 @@ template <class Tile, int COUNT> struct SimtReader {
     }
 };
 
-// Blocks on an SM that the registers must allow: 16 warps of up to 64 accumulators a thread, or 8 warps.
+// Blocks on an SM that the registers must allow: 12 warps of up to 64 accumulators a thread, or 8 warps.
 template <class Shape>
-constexpr int simt_blocks = (Shape::BLOCK_M * Shape::BLOCK_N <= 64 * Shape::THREADS ? 512 : 256) / Shape::THREADS;
+constexpr int simt_blocks = ceil_div(Shape::BLOCK_M * Shape::BLOCK_N <= 64 * Shape::THREADS ? 384 : 256, Shape::THREADS);
 
 template <class Shape, bool kAKMajor, bool kBKMajor, int ACCESS_A, int ACCESS_B, int kActivation>
 __global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)

@@ -373,7 +373,8 @@ def _problem(
         if rank is None:
             return None
     finish = DIRECT
-    if out.itemsize == 2 and _movable(out, out.col, N // parts, out.row, M):
+    whole = N // parts % 8 == 0  # TMA stores whole chunks of 16 bytes, also those that reach out of the tensor
+    if out.itemsize == 2 and whole and _movable(out, out.col, N // parts, out.row, M):
         finish = STAGED if activation or any(name in operands for name in ("c", "bias", "residual")) else PLAIN
     return Problem(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank)
 

@@ -255,9 +255,8 @@ def _check_weights(request: Request, b_dtype: str) -> None:
     K, N = b.shape[0] * 2, b.shape[1]
     rows = scale.shape[0]
     if K not in [rows * group for group in GROUPS]:
-        rule = f"have {', '.join(str(K / g).removesuffix('.0') for g in GROUPS)} rows"
-        hint = f"Each scale is for {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]} of K = {K}."
-        request.fail(ValueError, "scale_b", rule, f"shape {tuple(scale.shape)}", hint)
+        rule = f"have a row for each {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]} of K = {K}"
+        request.fail(ValueError, "scale_b", rule, f"shape {tuple(scale.shape)}")
     checks.shape(function, "scale_b", scale, (rows, N))
     if zero is not None:
         if b_dtype != "uint4":

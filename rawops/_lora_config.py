@@ -10,7 +10,8 @@ from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 _MIN_STAGES = 3
-_MAX_ACCUMULATORS = 144  # a thread, which leaves it the other registers that a main loop needs
+# Accumulators of a thread that leave it the other registers of a main loop, of which narrow copies take more.
+_MAX_ACCUMULATORS = {"16-bit": 144, "16-bit narrow": 72}
 _OPS_PER_BYTE = 150  # tensor cores over memory, on an A100, H200 or L40 within a quarter
 _LAUNCH_BYTES = 16 << 20  # what the memory could have moved during a launch and its ramps
 
@@ -41,14 +42,14 @@ def _with_stages(tile: Tile) -> list[Tile]:
     return [replace(tile, stages=n) for n in range(tile.stages, _MIN_STAGES - 1, -1)]
 
 
-def _rides_in(tile: Tile, rank_step: int) -> bool:
+def _rides_in(tile: Tile, rank_step: int, kind: str) -> bool:
     """Tell whether a thread has the registers for both products: the warps along N share out the columns of a.
 
     The tile of 128 x 256 is for products that the tensor cores limit, where riding does not pay.
     """
     columns = max(rank_step // tile.warps[1], 8) * tile.warps[1]
     is_large = tile.block_m * tile.block_n >= 128 * 256
-    return not is_large and tile.block_m * (tile.block_n + columns) <= _MAX_ACCUMULATORS * tile.threads
+    return not is_large and tile.block_m * (tile.block_n + columns) <= _MAX_ACCUMULATORS[kind] * tile.threads
 
 
 def _riding(tile: Tile, kind: str) -> Tile:
@@ -84,7 +85,7 @@ def _smoke(tile: Tile, rank_step: int, rides: bool, access: int = 16, **changes)
 
 
 def _riding_spec(kind: str, rank_step: int) -> KernelSpec:
-    tiles = [tile for tile in (_riding(t, kind) for t in TILES[kind]) if _rides_in(tile, rank_step)]
+    tiles = [tile for tile in (_riding(t, kind) for t in TILES[kind]) if _rides_in(tile, rank_step, kind)]
     smoke = []
     if kind == "16-bit":
         smoke += [_smoke(tile, rank_step, True) for tile in tiles if rank_step != 32]
@@ -128,7 +129,7 @@ def select_config(problem: Problem, rank: int, sm_count: int, max_shared_bytes: 
     itemsize, split = dtypes.itemsize(problem.dtype), (base.split_k, base.k_per_split)
     padded = next((step for step in _LOW_RANK_CHOICES["rank_step"] if step >= rank), None)
     tile = _riding(base.tile, problem.kind)
-    if padded is not None and _rides_in(tile, padded) and _riding_pays(problem, padded / tile.block_n):
+    if padded is not None and _rides_in(tile, padded, problem.kind) and _riding_pays(problem, padded / tile.block_n):
         found = _fit(tile, (padded,), True, itemsize, max_shared_bytes)
         if found is not None:
             return LoraConfig(found[0], *split, True, padded)

@@ -6,6 +6,7 @@ import pytest
 import rawops
 from rawops.testing import has_gpu
 
+pytest_plugins = ("hopper_gemm",)
 NO_GPU = "needs a GPU"
 GUARD = 256  # entries on either side of a guarded array; a multiple of every vector width, so it keeps the alignment
 

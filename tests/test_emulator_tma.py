@@ -91,12 +91,13 @@ def test_tma_2d_round_trip_of_every_swizzle(span, dtype, rng):
 
 @pytest.mark.parametrize("first", [(-3, -8), (30, 40), (-20, 0), (33, -16)])
 def test_tma_zero_fills_and_clips_what_is_out_of_bounds(first, rng):
+    """A load ends with the tensor's row, after 50 elements; a store with the 16 bytes in which that row ends."""
     src = rng.integers(1, 100, (40, 64)).astype(np.float16)[:37, :50]
     dst = np.full((40, 64), np.nan, np.float16)
     row, column = target = np.maximum(first, 0)
     want, _ = tma_case(src, dst[:37, :50], (16, 32), first, tuple(target.tolist()), 64)
     expected = np.full_like(dst, np.nan)
-    there = expected[row : min(row + 16, 37), column : min(column + 32, 50)]
+    there = expected[row : min(row + 16, 37), column : min(column + 32, 56)]
     there[:] = want[: there.shape[0], : there.shape[1]]
     assert np.array_equal(dst, expected, equal_nan=True)
 

@@ -382,3 +382,39 @@ def test_every_tile(monkeypatch, rng, kind, tile):
         assert [launch.total.shared_conflicts for launch in emulator.report] == [0] * 4
         got = gemm(a, gate, bias=bias, activation="swiglu", precision=precision, out_dtype="float32")
         np.testing.assert_allclose(got, 30.0 * expected(a, b[:, : N // 2]).astype(np.float64), rtol=1e-6)
+
+
+# --- float32 and TF32 -----------------------------------------------------------------------------------------------
+
+
+def test_tf32_rounding(device, rng):
+    """Operands are rounded to 10 bits of mantissa, ties away from zero; infinity and every NaN stay what they are."""
+    exponents = rng.integers(1, 254, 500, dtype=np.uint32) << 23
+    mantissas = rng.integers(0, 2**23, 500, dtype=np.uint32)
+    mantissas[:300] = mantissas[:300] & 0xFFFFE000 | rng.choice(np.uint32([0, 0x0FFF, 0x1000, 0x1001, 0x1FFF]), 300)
+    signs = rng.integers(0, 2, 500, dtype=np.uint32) << 31
+    special = np.uint32([0, 0x80000000, 0x3FFFFFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000])
+    nans = np.uint32([0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFF000, 0x7FC00000, 0xFFC00000, 0x7FA00000])
+    bits = np.concatenate([signs | exponents | mantissas, special])
+    want = np.concatenate([((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32), np.full(6, np.nan)])
+    x, one = np.concatenate([bits, nans]).view(np.float32)[:, None], np.ones((1, 1), np.float32)
+    for order in ("row", "col"):  # what is contiguous decides how fragments are read
+        column = laid_out(device, x, order)
+        same(device, gemm(column, device.put(one), precision="tf32"), want[:, None])
+        same(device, gemm(device.put(one), column.T, precision="tf32"), want[None, :])
+
+
+@pytest.mark.parametrize("M, N, K", [(5, 140, 9), (132, 36, 24), (67, 130, 21)])
+def test_float32_reads_nothing_beside_its_operands(device, rng, M, N, K):
+    """Views of every alignment in a frame of NaN, in tiles that are cut at any edge."""
+    a, b = integers(rng, (M, K), "float32"), integers(rng, (K, N), "float32")
+    for shift, order_a, order_b in itertools.product((0, 1, 2), ("row", "col"), ("row", "col")):
+
+        def framed(x, order, shift=shift):
+            frame = np.full((x.shape[0] + 12, x.shape[1] + 12), np.nan, np.float32)
+            frame = frame[: frame.shape[0] // 4 * 4, : frame.shape[1] // 4 * 4]  # both layouts are aligned
+            rows, cols = (slice(4 + shift, 4 + shift + n) for n in x.shape)
+            frame[rows, cols] = x
+            return laid_out(device, frame, order)[rows, cols]
+
+        same(device, gemm(framed(a, order_a), framed(b, order_b)), expected(a, b))

@@ -1,12 +1,11 @@
 """The Hopper GEMM: every layout, tile width and way out, ragged edges, asynchrony in any order, the choice of tiles."""
 
-import dataclasses
 import itertools
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import Device
+from hopper_gemm import padded, ran_on_hopper
 
 import rawops
 from rawops import _gemm_sm90 as sm90
@@ -18,61 +17,12 @@ FLOAT16 = np.dtype("float16")
 H200 = {"sm_count": 132, "max_shared_bytes": 232448}
 
 
-@pytest.fixture
-def hopper():
-    """A Hopper GPU, or the emulator of one; `report` tells which kernels ran there."""
-    if has_gpu():
-        import cupy
-
-        found = Device(cupy)
-        found.report = []
-        if cupy.cuda.Device().compute_capability != "90":
-            pytest.skip("needs a GPU of compute capability 9.0")
-        yield found
-    else:
-        found = Device(np)
-        with rawops.emulate(arch="sm_90a") as emu:
-            found.report = emu.report
-            yield found
-    found.check_guards()
-
-
-@pytest.fixture
-def force(monkeypatch):
-    """Fix tile, ring and number of blocks: few blocks walk over many tiles, short rings wrap often."""
-
-    def fix(block_n: int, ping_pong=False, stages: int = 2, blocks: int = 2, block_m: int = 128, cluster=1) -> None:
-        def chosen(problem, sm_count, max_shared_bytes):
-            config = sm90.configure(problem, sm_count, max_shared_bytes, block_m, block_n, cluster, ping_pong)
-            assert config.stages >= stages
-            return dataclasses.replace(config, stages=stages, blocks=blocks if cluster == 1 else config.blocks)
-
-        monkeypatch.setattr(sm90, "select_config", chosen)
-        monkeypatch.setattr(sm90, "wants_split", lambda *_: False)
-
-    return fix
-
-
 def integers(rng, shape, dtype) -> np.ndarray:
     return rng.integers(-3, 4, shape).astype(dtype)
 
 
 def exact(a, b) -> np.ndarray:
     return a.astype(np.int64) @ b.astype(np.int64)
-
-
-def padded(device, x: np.ndarray, layout: str):
-    """x with the last two axes in row-major ("row") or column-major ("col") order, rows of 16 bytes apart, in NaN."""
-    stored = x if layout == "row" else x.swapaxes(-1, -2)
-    rows, cols = stored.shape[-2:]
-    room = np.full((*x.shape[:-2], rows + 2, -(-cols // 8) * 8 + 16), np.nan, x.dtype)
-    room[..., 1:-1, 8 : 8 + cols] = stored
-    view = device.put(room)[..., 1:-1, 8 : 8 + cols]
-    return view if layout == "row" else view.swapaxes(-1, -2)
-
-
-def ran_on_hopper(device) -> bool:
-    return not device.report or "gemm_sm90" in device.report[-1].kernel
 
 
 def check(device, a, b, layouts=("row", "row"), out_dtype=None) -> None:
@@ -135,6 +85,15 @@ def test_edges(hopper, rng, M, N, K):
 def test_results_that_tma_cannot_write(hopper, force, rng, N, dtype, tile):
     force(64, **tile)
     check(hopper, integers(rng, (130, 72), FLOAT16), integers(rng, (72, N), FLOAT16), ("row", "col"), np.dtype(dtype))
+
+
+def test_a_view_that_ends_inside_16_bytes_leaves_its_neighbours_alone(hopper, rng):
+    """TMA would store the whole of the last 16 bytes of each row."""
+    a, b = integers(rng, (130, 72), FLOAT16), integers(rng, (72, 125), FLOAT16)
+    wide = hopper.put(np.full((130, 136), 7, FLOAT16))
+    gemm(padded(hopper, a, "row"), padded(hopper, b, "col"), out=wide[:, :125])
+    assert ran_on_hopper(hopper)
+    np.testing.assert_array_equal(hopper.get(wide), np.hstack([exact(a, b), np.full((130, 11), 7)]).astype(FLOAT16))
 
 
 @pytest.mark.parametrize("shape_a, shape_b", [((3, 40, 72), (3, 72, 24)), ((2, 1, 40, 72), (3, 72, 24))])
@@ -230,33 +189,45 @@ def test_what_tma_cannot_read_runs_elsewhere(rng):
         (2048, 6144, 4096, 256, 3),  # 384
         (2048, 4096, 14336, 256, 2),  # 256
         (512, 28672, 4096, 224, 4),  # 4 x 128; with 256 columns 4 waves too, of wider tiles
-        (1000, 1000, 1000, 64, 1),  # 8 x 16
     ],
 )
 def test_select_config(M, N, K, block_n, waves):
     config = sm90.select_config(sm90.Problem(M, N, K), **H200)
-    assert (config.block_n, config.waves, config.ping_pong) == (block_n, waves, False)
+    assert (config.block_m, config.block_n, config.waves) == (128, block_n, waves)
+    assert (config.ping_pong, config.cluster) == (False, 1)
     tiles = -(-M // 128) * -(-N // block_n)
     assert config.waves == -(-tiles // 132) and config.blocks == min(tiles, 132)
 
 
+@pytest.mark.parametrize("M, N, K", [(1, 4096, 4096), (16, 6144, 4096), (64, 4096, 14336), (64, 28672, 4096)])
+@pytest.mark.parametrize("k_major", [True, False])
+def test_decoding_keeps_the_memory_busy(M, N, K, k_major):
+    """Short tiles, one on nearly every SM, each with 64 KB under way."""
+    problem = sm90.Problem(M, N, K, b_k_major=k_major)
+    config = sm90.select_config(problem, **H200)
+    assert (config.block_m, config.waves) == (64, 1) and 96 <= config.blocks <= 132
+    assert config.stages * config.block_n * 128 >= 65536
+
+
 def test_split_is_left_to_another_kernel():
-    """Where K is long and tiles are few."""
+    """Where K is long and tiles are few, even for clusters."""
 
     def split(*sizes):
         problem = sm90.Problem(*sizes)
         return sm90.wants_split(problem, sm90.select_config(problem, **H200), H200["sm_count"])
 
-    assert split(128, 128, 32768) and split(256, 256, 4096)
+    assert split(128, 128, 32768)
     assert not any(split(*sizes) for sizes in ((1, 4096, 4096), (512, 512, 4096), (128, 128, 512), (64, 28672, 4096)))
 
 
 def test_every_choice_fits():
-    shapes = itertools.product((1, 130, 4096), (16, 1000, 28672), (8, 4096), (1, 7), (True, False))
-    for M, N, K, batches, k_major in shapes:
+    shapes = itertools.product((1, 130, 4096), (16, 1000, 28672), (8, 4096), (1, 7), (True, False), (0, 16, 64))
+    for M, N, K, batches, k_major, rank in shapes:
         for finish, parts in itertools.product((sm90.PLAIN, sm90.STAGED, sm90.DIRECT), (1, 2)):
-            problem = sm90.Problem(M, N, K, batches, True, k_major, finish, parts)
+            problem = sm90.Problem(M, N, K, batches, True, k_major, finish, parts, rank)
             config = sm90.select_config(problem, **H200)
             assert config.shared_bytes(problem) <= H200["max_shared_bytes"]
-            assert config.block_n in sm90.SM90.choices["block_n"] and config.stages in sm90.SM90.choices["stages"]
-            assert k_major or config.block_n // parts % 64 == 0
+            chosen = {"block_m": config.block_m, "block_n": config.block_n, "stages": config.stages}
+            assert all(value in sm90.SM90.choices[name] for name, value in chosen.items())
+            assert config.share(problem) % 16 == 0 and (k_major or config.block_n // parts % 64 == 0)
+            assert config.cluster == 1 or config.blocks % config.cluster == 0

@@ -44,7 +44,7 @@ def same(device, got, want) -> None:
 def intermediate(request, monkeypatch):
     """x @ a along the K loop, where the rank allows it, and x @ a from a product of its own."""
     if request.param == "is read":
-        monkeypatch.setattr(MODULE, "_rides_in", lambda tile, rank_step: False)
+        monkeypatch.setattr(MODULE, "_rides_in", lambda *_: False)
     return request.param
 
 

@@ -7,7 +7,7 @@
 
 namespace rawops {
 
-// The numbers are those of FORMATS in _gemm_w4.py. kInt4 is two's complement; kFloat4 is e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6.
+// The numbers are those of FORMATS in _gemm_w4.py. kInt4 is two's complement, kFloat4 e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6.
 enum WeightFormat : int { kInt4, kUint4, kFloat4 };
 
 // What the conversions need to know of a 16-bit type.
@@ -111,8 +111,8 @@ template <class T, int kFormat, class Tile, bool kKMajor> struct WeightReader {
     }
 };
 
-// Reads fragments of 8 tokens (rows of the activations) x 32 of K, the B fragments of two steps along K, in the order of K that
-// WeightReader's words have.
+// Reads fragments of 8 tokens (rows of the activations) x 32 of K: the B fragments of two steps along K, in the order
+// of K that WeightReader's words have.
 template <class Tile, bool kKMajor, bool kWeightsKMajor> struct TokenReader {
     int lane_offset;
 

@@ -78,6 +78,9 @@ def decode_map(raw: bytes) -> TensorMap | None:
 class Box:
     """The part of a tensor that one copy touches, in units of 16 bytes or, where its rows end inside one, elements.
 
+    Hardware clips a load to the elements of the tensor, but a store only to the 16-byte chunks that begin in it: a
+    store overwrites what lies behind a row that ends inside a chunk.
+
     Attributes
     ----------
     unit : int
@@ -88,9 +91,9 @@ class Box:
         Whether the unit lies in the tensor.
     """
 
-    def __init__(self, tensor: TensorMap, coordinates: tuple[int, ...]) -> None:
+    def __init__(self, tensor: TensorMap, coordinates: tuple[int, ...], *, outward: bool) -> None:
         first, width = coordinates[0] * tensor.itemsize, tensor.sizes[0] * tensor.itemsize
-        self.unit = 16 if width % 16 == 0 else tensor.itemsize
+        self.unit = 16 if outward or width % 16 == 0 else tensor.itemsize
         offsets = first + np.arange(tensor.row_bytes // self.unit) * self.unit
         inside = (offsets >= 0) & (offsets < width)
         for axis in range(1, len(coordinates)):
@@ -152,7 +155,7 @@ class _TensorCopy:
                 raise self._ctx.error(MemoryFault, message, lane)
             coordinates = tuple(column[i] for column in columns)
             self._refuse_bad_corner(coordinates, tensor.itemsize, lane)
-            yield i, lane, tensor, Box(tensor, coordinates), there[i]
+            yield i, lane, tensor, Box(tensor, coordinates, outward=self._outward), there[i]
 
     def _refuse_bad_corner(self, coordinates: tuple[int, ...], itemsize: int, lane: int) -> None:
         """Raise for corners at which hardware stops with an illegal instruction."""

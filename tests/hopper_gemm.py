@@ -1,0 +1,61 @@
+"""What the tests of the Hopper GEMM and LoRA share: the device, a tile of the test's choice, operands in NaN."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from conftest import Device
+
+import rawops
+from rawops import _gemm_sm90 as sm90
+from rawops.testing import has_gpu
+
+
+@pytest.fixture
+def hopper():
+    """A Hopper GPU, or the emulator of one; `report` tells which kernels ran there."""
+    if has_gpu():
+        import cupy
+
+        found = Device(cupy)
+        found.report = []
+        if cupy.cuda.Device().compute_capability != "90":
+            pytest.skip("needs a GPU of compute capability 9.0")
+        yield found
+    else:
+        found = Device(np)
+        with rawops.emulate(arch="sm_90a") as emu:
+            found.report = emu.report
+            yield found
+    found.check_guards()
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Fix tile, ring and number of blocks: few blocks walk over many tiles, short rings wrap often."""
+
+    def fix(block_n: int, ping_pong=False, stages: int = 2, blocks: int = 2, block_m: int = 128, cluster=1) -> None:
+        def chosen(problem, sm_count, max_shared_bytes):
+            config = sm90.configure(problem, sm_count, max_shared_bytes, block_m, block_n, cluster, ping_pong)
+            assert config.stages >= stages
+            return dataclasses.replace(config, stages=stages, blocks=blocks if cluster == 1 else config.blocks)
+
+        monkeypatch.setattr(sm90, "select_config", chosen)
+        monkeypatch.setattr(sm90, "wants_split", lambda *_: False)
+
+    return fix
+
+
+def padded(device, x: np.ndarray, layout: str):
+    """x with the last two axes in row-major ("row") or column-major ("col") order, rows of 16 bytes apart, in NaN."""
+    stored = x if layout == "row" else x.swapaxes(-1, -2)
+    rows, cols = stored.shape[-2:]
+    room = np.full((*x.shape[:-2], rows + 2, -(-cols // 8) * 8 + 16), np.nan, x.dtype)
+    room[..., 1:-1, 8 : 8 + cols] = stored
+    view = device.put(room)[..., 1:-1, 8 : 8 + cols]
+    return view if layout == "row" else view.swapaxes(-1, -2)
+
+
+def ran_on_hopper(device, entry: str = "gemm_sm90") -> bool:
+    """Tell whether the last launch was of that kernel, as far as the device reports it."""
+    return not device.report or entry in device.report[-1].kernel

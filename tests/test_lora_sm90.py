@@ -1,0 +1,163 @@
+"""Fused LoRA on Hopper: ranks, layouts, tiles and clusters, asynchrony in any order, what is read, what is chosen."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hopper_gemm import padded, ran_on_hopper
+
+import rawops
+from rawops import _gemm_sm90 as sm90
+from rawops.lora import lora_linear
+from rawops.testing import has_gpu, references
+from rawops.testing.tolerances import assert_close
+
+FLOAT16, BFLOAT16 = np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)
+H200 = {"sm_count": 132, "max_shared_bytes": 232448}
+
+# block_m, block_n, cluster
+TILES = [(64, 256, 1), (64, 64, 2), (64, 256, 4), (64, 128, 8), (128, 192, 1), (128, 64, 4)]
+
+
+def operands(rng, M, N, K, rank, dtype=FLOAT16) -> dict[str, np.ndarray]:
+    shapes = {"x": (M, K), "c": (K, N), "a": (K, rank), "b": (rank, N)}
+    return {name: rng.integers(-2, 3, shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def check(device, inputs: dict, layouts: str, **keywords) -> None:
+    """Compare with the exact sum; `layouts` has "n" (row-major) or "t" for each of x, c, a and b."""
+    views = {
+        name: padded(device, x, "row" if layout == "n" else "col")
+        for (name, x), layout in zip(inputs.items(), layouts, strict=True)
+    }
+    out = device.guarded((inputs["x"].shape[0], inputs["c"].shape[1]), inputs["x"].dtype)
+    lora_linear(**views, scaling=0.5, out=out, **keywords)
+    assert ran_on_hopper(device, "lora_sm90")
+    want = references.lora_linear(**inputs, scaling=0.5)
+    np.testing.assert_array_equal(device.get(out).astype(float), want.astype(out.dtype).astype(float))
+
+
+@pytest.mark.parametrize("layouts", ["".join(majors) for majors in itertools.product("nt", repeat=4)])
+def test_layouts(hopper, force, rng, layouts):
+    force(64, block_m=64)
+    check(hopper, operands(rng, 72, 136, 200, 16), layouts)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 8, 17, 24, 40, 64])
+@pytest.mark.parametrize("layouts", ["nnnn", "nttt"])
+def test_ranks(hopper, force, rng, rank, layouts):
+    """Ranks between the padded ones; what lies past them is NaN."""
+    force(128, block_m=64)
+    check(hopper, operands(rng, 50, 200, 136, rank), layouts)
+
+
+@pytest.mark.parametrize("block_m, block_n, cluster", TILES)
+@pytest.mark.parametrize("layouts, dtype", [("nnnn", BFLOAT16), ("tttt", FLOAT16)])
+def test_tiles(hopper, force, rng, block_m, block_n, cluster, layouts, dtype):
+    """Several tiles a block, and slices of K of different length; the sum is linear in x @ a."""
+    force(block_n, block_m=block_m, cluster=cluster, stages=3)
+    inputs = operands(rng, block_m + 8, block_n + 72, 328, 24, dtype)
+    inputs["x"], inputs["b"] = np.sign(inputs["x"]), np.sign(inputs["b"])
+    check(hopper, inputs, layouts)
+
+
+@pytest.mark.parametrize("block_n", [48, 80, 208])
+def test_widths(hopper, force, rng, block_n):
+    """lora_b comes in boxes of 16 columns, or as it lies along the rank."""
+    force(block_n, block_m=64)
+    for layouts in ("ntnn", "nttt"):
+        check(hopper, operands(rng, 30, block_n + 24, 72, 16), layouts)
+
+
+@pytest.mark.parametrize("layouts", ["nnnn", "nttt"])
+@pytest.mark.parametrize("tile", [{"block_m": 64}, {"block_m": 64, "cluster": 2}, {"block_m": 128}], ids=str)
+def test_epilogue(hopper, force, rng, layouts, tile):
+    """swiglu, whose tile holds columns of gate and of up, with bias and residual."""
+    force(128, **tile)
+    M, N, K, rank = 70, 208, 72, 12
+    shapes = {"x": (M, K), "c": (K, N), "a": (K, rank), "b": (rank, N)}
+    inputs = {name: (rng.standard_normal(shape) * 0.3).astype(FLOAT16) for name, shape in shapes.items()}
+    bias, residual = rng.standard_normal(N).astype(FLOAT16), rng.standard_normal((M, N // 2)).astype(np.float32)
+    want = references.lora_linear(**inputs, scaling=0.5, bias=bias, activation="swiglu") + residual
+    orders = dict(zip("xcab", layouts, strict=True))
+    views = {name: padded(hopper, x, "row" if orders[name] == "n" else "col") for name, x in inputs.items()}
+    epilogue = {"bias": hopper.put(bias), "residual": hopper.put(residual), "activation": "swiglu"}
+    out = hopper.guarded((M, N // 2), FLOAT16)
+    lora_linear(**views, scaling=0.5, **epilogue, out=out)
+    assert ran_on_hopper(hopper, "lora_sm90")
+    assert_close(hopper.get(out), want, FLOAT16, k=4 * (K + rank))
+
+
+@pytest.mark.parametrize("rank", [8, 40])
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_intermediate_is_float32(hopper, force, rng, rank, cluster):
+    """In a float32 result, where a rounding of x @ a to 16 bits, or to TF32, would show; and past 65504."""
+    force(64, block_m=64, cluster=cluster)
+    shapes = {"x": (20, 328), "c": (328, 136), "a": (328, rank), "b": (rank, 136)}
+    inputs = {name: rng.standard_normal(shape).astype(FLOAT16) for name, shape in shapes.items()}
+    inputs["c"][...] = 0
+    inputs["x"] *= 200
+    inputs["a"] *= 200
+    out = hopper.guarded((20, 136), np.float32)
+    lora_linear(**{name: hopper.put(x) for name, x in inputs.items()}, scaling=1.7, out=out)
+    assert ran_on_hopper(hopper, "lora_sm90")
+    low = references.gemm_magnitude(inputs["x"], inputs["a"])
+    assert low.max() > 65504
+    magnitude = 1.7 * references.gemm_magnitude(low, inputs["b"])
+    assert_close(hopper.get(out), references.lora_linear(**inputs, scaling=1.7), "float32", k=16, magnitude=magnitude)
+
+
+@pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("tile", [{"block_m": 64}, {"block_m": 128}, {"block_m": 64, "cluster": 4}], ids=str)
+def test_any_order_of_completion(force, rng, tile, seed):
+    """Copies and products that land late, early or with the warps in another order: the same bits."""
+    force(64, stages=2 + seed % 2, blocks=1 + seed % 2, **tile)
+    shapes = {"x": (200, 200), "c": (200, 136), "a": (200, 24), "b": (24, 136)}
+    inputs = {name: rng.standard_normal(shape).astype(FLOAT16) for name, shape in shapes.items()}
+    results = []
+    for completion in ("late", "early", "random"):
+        with rawops.emulate(arch="sm_90a", completion=completion, seed=seed) as emu:
+            results.append(lora_linear(**inputs))
+        assert "lora_sm90" in emu.report[0].kernel
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0].view(np.uint16), other.view(np.uint16))
+
+
+@pytest.mark.skipif(has_gpu(), reason="reads the emulator's report")
+@pytest.mark.parametrize("layouts", ["nnnn", "nttt"])
+def test_one_launch_without_bank_conflicts(force, rng, layouts):
+    for tile in ({"block_m": 64}, {"block_m": 64, "cluster": 4}):
+        force(256, **tile)
+        inputs = operands(rng, 64, 256, 64, 16)
+        for name, layout in zip("xcab", layouts, strict=True):
+            inputs[name] = inputs[name].copy("C" if layout == "n" else "F")
+        with rawops.emulate(arch="sm_90a") as emu:
+            lora_linear(**inputs)
+        (launch,) = emu.report
+        assert "lora_sm90" in launch.kernel and launch.total.shared_conflicts == 0
+
+
+@pytest.mark.skipif(has_gpu(), reason="reads the emulator's report")
+def test_what_tma_cannot_read_runs_elsewhere(rng):
+    """Rows of lora_a off 16-byte boundaries, more ranks than ride, up columns off 16-byte boundaries."""
+    cases = [(operands(rng, 20, 40, 72, 5), None), (operands(rng, 20, 40, 72, 72), None)]
+    cases.append((operands(rng, 20, 2 * 44, 72, 8), "swiglu"))
+    with rawops.emulate(arch="sm_90a") as emu:
+        for inputs, activation in cases:
+            got = lora_linear(**inputs, activation=activation)
+            assert "lora_sm90" not in emu.report[-1].kernel
+            want = references.lora_linear(**inputs, activation=activation)
+            np.testing.assert_allclose(got.astype(float), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_the_rank_takes_room_but_not_the_tile(rank):
+    """The tile of decoding stays as wide as without a low-rank part."""
+    for k_major in (True, False):
+        plain = sm90.Problem(64, 28672, 4096, b_k_major=k_major)
+        with_rank = sm90.Problem(64, 28672, 4096, b_k_major=k_major, rank=rank)
+        config = sm90.select_config(with_rank, **H200)
+        assert config.block_n >= 192 and config.stages >= 3
+        assert config.waves == sm90.select_config(plain, **H200).waves == 1
