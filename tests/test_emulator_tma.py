@@ -91,15 +91,21 @@ def test_tma_2d_round_trip_of_every_swizzle(span, dtype, rng):
 
 @pytest.mark.parametrize("first", [(-3, -8), (30, 40), (-20, 0), (33, -16)])
 def test_tma_zero_fills_and_clips_what_is_out_of_bounds(first, rng):
-    """A load ends with the tensor's row, after 50 elements; a store with the 16 bytes in which that row ends."""
-    src = rng.integers(1, 100, (40, 64)).astype(np.float16)[:37, :50]
+    src = rng.integers(1, 100, (40, 64)).astype(np.float16)[:37, :56]
     dst = np.full((40, 64), np.nan, np.float16)
     row, column = target = np.maximum(first, 0)
-    want, _ = tma_case(src, dst[:37, :50], (16, 32), first, tuple(target.tolist()), 64)
+    want, _ = tma_case(src, dst[:37, :56], (16, 32), first, tuple(target.tolist()), 64)
     expected = np.full_like(dst, np.nan)
     there = expected[row : min(row + 16, 37), column : min(column + 32, 56)]
     there[:] = want[: there.shape[0], : there.shape[1]]
     assert np.array_equal(dst, expected, equal_nan=True)
+
+
+def test_a_store_ends_with_the_16_bytes_in_which_a_row_ends(rng):
+    """As on hardware: elements 50 to 55 lie behind the row, and one of the last row outside the array."""
+    src, dst = rng.integers(1, 100, (40, 64)).astype(np.float16), np.zeros((40, 64), np.float16)
+    with pytest.raises(MemoryFault, match="12 bytes past the end"):
+        tma_case(src, dst[:, :50], (16, 32), (30, 40), (30, 40), 64)
 
 
 @pytest.mark.parametrize(("load", "store", "wrong"), [(4, 0, 4), (-1, 0, -1), (8, 9, 9)])

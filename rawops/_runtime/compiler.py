@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 import re
 import threading
 import zlib
@@ -227,7 +229,7 @@ def _compile(source, files, digest, expression, options, arch) -> Compiled:
         if int(status) != 0:
             raise _error_of(log, files, f"{expression} for {arch}")
         lowered = _check(nvrtc.nvrtcGetLoweredName(program, expression.encode())).decode()
-        ptx = _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0")
+        ptx = _as_included(_text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0"))
         cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -247,6 +249,13 @@ def _text(size_of, fill, program) -> bytes:
     data = bytes(_check(size_of(program)))  # cuda.bindings fills the bytes object in place; this one is ours alone
     _check(fill(program, data))
     return data
+
+
+def _as_included(ptx: bytes) -> bytes:
+    """Name source files as the #include lines do: NVRTC writes the working directory before the name."""
+    with contextlib.suppress(OSError):
+        return re.sub(rb'(\.file\s+\d+ ")' + re.escape(os.fsencode(os.getcwd())) + rb"/", rb"\1", ptx)
+    return ptx
 
 
 def _parameters(ptx: str) -> tuple[Parameter, ...]:
