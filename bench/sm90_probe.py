@@ -9,13 +9,14 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import subprocess
 import sys
 import time
 
 import cupy
 import numpy as np
 
-from rawops import _gemm_call, lora
+from rawops import lora
 from rawops import _gemm_sm90 as sm90
 from rawops._gemm_call import Product
 from rawops._gemm_operands import Options
@@ -87,7 +88,10 @@ CASES = [  # batch, M, N, K, layouts a b, dtype, out dtype, forced (block_m, blo
     ((), 64, 1024, 512, "nn", "float16", "float16", (64, 256, 1, False)),
     ((), 300, 1024, 512, "nn", "float16", "float16", (64, 256, 1, True)),
     ((), 64, 1024, 520, "nt", "bfloat16", "bfloat16", (64, 128, 2, False)),
+    ((), 64, 1024, 512, "nt", "bfloat16", "bfloat16", (64, 128, 2, False)),
     ((), 64, 1024, 520, "nt", "bfloat16", "bfloat16", (64, 192, 4, False)),
+    ((), 64, 1024, 768, "nt", "bfloat16", "bfloat16", (64, 192, 4, False)),
+    ((), 512, 512, 4096, "nt", "bfloat16", "bfloat16", (128, 64, 4, False)),
     ((), 33, 1000, 4096, "nn", "float16", "float16", (64, 256, 8, False)),
     ((), 64, 1000, 4096, "tn", "float16", "float32", (64, 128, 8, False)),
     ((), 1000, 1000, 1000, "nt", "bfloat16", "bfloat16", (128, 128, 2, False)),
@@ -118,59 +122,83 @@ def guarded(shape, dtype):
     return whole, whole[256:-256].reshape(shape)
 
 
-def verdict(name, whole, out, exact, limit) -> tuple[bool, str]:
+def check(first: int) -> int:
+    """Run the cases from `first` on in this process, one line each; returns how many were wrong."""
+    device = devices.cuda(cupy.cuda.runtime.getDevice())
+    rng = cupy.random.default_rng(7)
+    wrong = 0
+    cases = list(itertools.product([*CASES, *LORA_CASES], (True, False)))
+    for index, (case, integers) in list(enumerate(cases))[first:]:
+        print(f"{index:3d} {case} {'int' if integers else 'rand'}", end=" ", flush=True)
+        fine, text = (check_gemm if len(case) == 8 else check_lora)(device, rng, *case, integers)
+        print("ok " if fine else "BAD", text, flush=True)
+        wrong += not fine
+    return wrong
+
+
+def check_gemm(device, rng, batch, M, N, K, layout, dtype, out_dtype, tile, integers) -> tuple[bool, str]:
+    dtype, out_dtype = dtypes.numpy(dtype), dtypes.numpy(out_dtype)
+    a = make((*batch, M, K), dtype, layout[0], integers, rng)
+    b = make((*batch, K, N), dtype, layout[1], integers, rng)
+    whole, out = guarded((*batch, M, N), out_dtype)
+    problem = sm90.Problem(M, N, K, int(np.prod(batch)), layout[0] == "n", layout[1] == "t")
+    if out_dtype.itemsize == 4:
+        problem = dataclasses.replace(problem, finish=sm90.DIRECT)
+    call = gemm_call(None if tile is None else config_of(device, problem, *tile))
+    results = []
+    for _ in range(3):
+        call(a, b, out)
+        results.append(out.copy())
+    same = all(bool((r == results[0]).all()) for r in results)
+    exact = cupy.matmul(a.astype("float32"), b.astype("float32"))
+    limit = 0.0 if integers and K <= 520 else {2: 1e-2, 4: 1e-5}[out_dtype.itemsize]
+    fine, text = verdict(whole, out, exact, limit)
+    return fine and same, text + ("" if same else " NOT THE SAME TWICE")
+
+
+def check_lora(device, rng, M, N, K, rank, peft, tile, integers) -> tuple[bool, str]:
+    dtype, major = np.dtype("float16"), "t" if peft else "n"
+    x, c = make((M, K), dtype, "n", integers, rng), make((K, N), dtype, major, integers, rng)
+    low_a = make((K, rank), dtype, major, integers, rng, 0.25)
+    low_b = make((rank, N), dtype, major, integers, rng, 0.25)
+    whole, out = guarded((M, N), dtype)
+    step = next(s for s in sm90.RANKS if s >= rank)
+    problem = sm90.Problem(M, N, K, b_k_major=peft, rank=step)
+    lora_call(config_of(device, problem, *tile), 0.5)(x, c, low_a, low_b, out)
+    low = cupy.matmul(x.astype("float64"), low_a.astype("float64"))
+    exact = cupy.matmul(x.astype("float64"), c.astype("float64")) + 0.5 * cupy.matmul(low, low_b.astype("float64"))
+    return verdict(whole, out, exact, 1e-3)
+
+
+def verdict(whole, out, exact, limit) -> tuple[bool, str]:
     difference = cupy.abs(out.astype("float32") - exact.astype(out.dtype).astype("float32"))
     error = float(difference.max() / cupy.abs(exact).max())
     edges = cupy.concatenate([whole[:256], whole[-256:]]).astype("float32")
-    fine = error <= limit and bool((edges == 77).all())
-    return fine, f"{'ok ' if fine else 'BAD'} {name} error {error:.2e}"
+    inside = bool((edges == 77).all())
+    return error <= limit and inside, f"error {error:.1e}" + ("" if inside else " WROTE OUTSIDE")
 
 
-def check(device) -> bool:
-    rng = cupy.random.default_rng(7)
-    good, rows = True, []
-    for (batch, M, N, K, layout, dtype, out_dtype, tile), integers in itertools.product(CASES, (True, False)):
-        dtype, out_dtype = dtypes.numpy(dtype), dtypes.numpy(out_dtype)
-        a, b = (
-            make((*batch, M, K), dtype, layout[0], integers, rng),
-            make((*batch, K, N), dtype, layout[1], integers, rng),
+def check_in_children() -> bool:
+    """A crash takes the process along: go on behind the case that crashed, in a new one."""
+    first, good = 0, True
+    count = 2 * len([*CASES, *LORA_CASES])
+    while first < count:
+        child = subprocess.run(
+            [sys.executable, __file__, "check-from", str(first)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        whole, out = guarded((*batch, M, N), out_dtype)
-        problem = sm90.Problem(M, N, K, int(np.prod(batch)), layout[0] == "n", layout[1] == "t")
-        if out_dtype.itemsize == 4:
-            problem = dataclasses.replace(problem, finish=sm90.DIRECT)
-        config = None if tile is None else config_of(device, problem, *tile)
-        call = gemm_call(config)
-        results = []
-        for _ in range(3):
-            call(a, b, out)
-            results.append(out.copy())
-        same = all(bool((r == results[0]).all()) for r in results)
-        exact = cupy.matmul(a.astype("float32"), b.astype("float32"))
-        limit = 0.0 if integers and K <= 520 else {2: 1e-2, 4: 1e-5}[out_dtype.itemsize]
-        name = f"{batch} {M}x{N}x{K} {layout} {dtype.name}->{out_dtype.name} {tile} {'int' if integers else 'rand'}"
-        fine, row = verdict(name, whole, out, exact, limit)
-        good &= fine and same
-        rows.append(row + ("" if same else " NOT THE SAME TWICE"))
-    for (M, N, K, rank, peft, tile), integers in itertools.product(LORA_CASES, (True, False)):
-        dtype = np.dtype("float16")
-        major = "t" if peft else "n"
-        x, c = make((M, K), dtype, "n", integers, rng), make((K, N), dtype, major, integers, rng)
-        low_a, low_b = (
-            make((K, rank), dtype, major, integers, rng, 0.25),
-            make((rank, N), dtype, major, integers, rng, 0.25),
-        )
-        whole, out = guarded((M, N), dtype)
-        step = next(s for s in sm90.RANKS if s >= rank)
-        problem = sm90.Problem(M, N, K, b_k_major=peft, rank=step)
-        lora_call(config_of(device, problem, *tile), 0.5)(x, c, low_a, low_b, out)
-        low = cupy.matmul(x.astype("float64"), low_a.astype("float64"))
-        exact = cupy.matmul(x.astype("float64"), c.astype("float64")) + 0.5 * cupy.matmul(low, low_b.astype("float64"))
-        fine, row = verdict(f"lora {M}x{N}x{K} r{rank} {major} {tile} {'int' if integers else 'rand'}", whole, out,
-                            exact, 1e-3)  # fmt: skip
-        good &= fine
-        rows.append(row)
-    print("\n".join(rows))
+        print(child.stdout, end="", flush=True)
+        if child.returncode == 0:
+            break
+        good = False
+        if "total wrong" in child.stdout:
+            break
+        errors = [line for line in child.stderr.splitlines() if "rror" in line]
+        print("CRASHED", errors[:1], flush=True)
+        done = [line for line in child.stdout.splitlines() if line[:3].strip().isdigit()]
+        first = int(done[-1][:3]) + 1 if done else count
     return good
 
 
@@ -294,16 +322,19 @@ def measure_lora(device, seconds: float, rows: list) -> None:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["check-from"]:
+        wrong = check(int(sys.argv[2]))
+        print("total wrong:", wrong)
+        return min(wrong, 1)
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=["check", "decode", "lora", "large"])
     parser.add_argument("--seconds", type=float, default=50)
     options = parser.parse_args()
-    assert _gemm_call._gemm_sm90 is sm90
-    device = devices.cuda(cupy.cuda.runtime.getDevice())
     good, rows = True, []
     if "check" in options.parts:
-        good = check(device)
+        good = check_in_children()
         print("correct" if good else "WRONG", f"after {time.perf_counter() - START:.1f} s", flush=True)
+    device = devices.cuda(cupy.cuda.runtime.getDevice())
     for part, shapes in (("decode", DECODE), ("large", LARGE)):
         if part in options.parts:
             measure(device, shapes, options.seconds, rows)

@@ -46,7 +46,9 @@ _TILE_CHOICES = {
     "block_m": (64, 128),
     "block_n": tuple(range(16, 257, 16)),
     "stages": tuple(range(2, _MAX_STAGES + 1)),
-    "cluster": (1, 2, 4, 8),
+}
+_CLUSTER_CHOICES = {"cluster": (2, 4, 8)}
+_OPERAND_CHOICES = {
     "a_k_major": (True, False),
     "b_k_major": (True, False),
     "activation": tuple(range(6)),
@@ -55,11 +57,10 @@ _TILE_CHOICES = {
 _LOW_RANK_CHOICES = {"rank": RANKS, "lora_a_k_major": (True, False), "lora_b_k_major": (True, False)}
 
 
-def _spec(source: str, smoke: tuple, **more) -> KernelSpec:
-    choices = _TILE_CHOICES | more
+def _spec(source: str, entry: str, choices: dict, *smoke: tuple) -> KernelSpec:
     return KernelSpec(
         source=source,
-        entry=f"rawops::{source.removesuffix('.cu')}",
+        entry=f"rawops::{entry}",
         template=tuple(choices),
         choices=choices,
         smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
@@ -70,33 +71,41 @@ def _spec(source: str, smoke: tuple, **more) -> KernelSpec:
 
 SM90 = _spec(
     "gemm_sm90.cu",
-    (
-        ("bfloat16", "bfloat16", 128, 256, 3, 1, True, True, 0, PLAIN, False),
-        ("float16", "float16", 128, 256, 3, 1, True, False, 0, PLAIN, False),
-        ("float16", "float16", 128, 192, 4, 1, False, True, 0, PLAIN, False),
-        ("bfloat16", "bfloat16", 128, 128, 5, 1, False, False, 0, PLAIN, True),
-        ("bfloat16", "bfloat16", 128, 128, 5, 2, True, True, 0, PLAIN, False),
-        ("bfloat16", "bfloat16", 128, 256, 3, 1, True, True, 2, STAGED, False),
-        ("bfloat16", "bfloat16", 128, 256, 3, 1, True, True, 5, STAGED, False),
-        ("bfloat16", "float32", 128, 208, 5, 1, True, True, 0, DIRECT, False),
-        ("bfloat16", "bfloat16", 64, 224, 5, 1, True, True, 0, PLAIN, False),
-        ("float16", "float16", 64, 256, 4, 1, True, False, 0, PLAIN, True),
-        ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 5, STAGED, False),
-        ("bfloat16", "bfloat16", 64, 256, 4, 8, True, False, 0, PLAIN, False),
-    ),
-    ping_pong=(False, True),
+    "gemm_sm90",
+    {**_TILE_CHOICES, **_OPERAND_CHOICES, "ping_pong": (False, True)},
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, False),
+    ("float16", "float16", 128, 256, 3, True, False, 0, PLAIN, False),
+    ("float16", "float16", 128, 192, 4, False, True, 0, PLAIN, False),
+    ("bfloat16", "bfloat16", 128, 128, 5, False, False, 0, PLAIN, True),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 2, STAGED, False),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 5, STAGED, False),
+    ("bfloat16", "float32", 128, 208, 5, True, True, 0, DIRECT, False),
+    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, False),
+    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, True),
+)
+SM90_CLUSTER = _spec(
+    "gemm_sm90.cu",
+    "gemm_sm90_cluster",
+    {**_TILE_CHOICES, **_CLUSTER_CHOICES, **_OPERAND_CHOICES},
+    ("bfloat16", "bfloat16", 128, 128, 5, 2, True, True, 0, PLAIN),
+    ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 5, STAGED),
+    ("bfloat16", "bfloat16", 64, 256, 4, 8, True, False, 0, PLAIN),
 )
 LORA = _spec(
     "lora_sm90.cu",
-    (
-        ("bfloat16", "bfloat16", 64, 224, 5, 1, True, True, 0, PLAIN, 16, True, True),
-        ("float16", "float16", 64, 256, 4, 1, True, False, 0, PLAIN, 16, False, False),
-        ("float16", "float16", 64, 256, 3, 1, True, False, 5, STAGED, 64, False, False),
-        ("bfloat16", "bfloat16", 64, 128, 6, 4, True, True, 0, PLAIN, 32, True, True),
-        ("bfloat16", "bfloat16", 128, 256, 3, 1, True, True, 0, PLAIN, 16, True, True),
-        ("float16", "float16", 128, 192, 3, 1, True, False, 0, PLAIN, 64, False, False),
-    ),
-    **_LOW_RANK_CHOICES,
+    "lora_sm90",
+    {**_TILE_CHOICES, **_OPERAND_CHOICES, **_LOW_RANK_CHOICES},
+    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, 16, True, True),
+    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, 16, False, False),
+    ("float16", "float16", 64, 256, 3, True, False, 5, STAGED, 64, False, False),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, 16, True, True),
+    ("float16", "float16", 128, 192, 3, True, False, 0, PLAIN, 64, False, False),
+)
+LORA_CLUSTER = _spec(
+    "lora_sm90.cu",
+    "lora_sm90_cluster",
+    {**_TILE_CHOICES, **_CLUSTER_CHOICES, **_OPERAND_CHOICES, **_LOW_RANK_CHOICES},
+    ("bfloat16", "bfloat16", 64, 128, 6, 4, True, True, 0, PLAIN, 32, True, True),
 )
 _LOW_RANK_CALL = ParamStruct("LowRankCall", a="tensormap", b="tensormap", rank="int32", scaling="float32")
 
@@ -302,7 +311,6 @@ def plan(
         "block_m": config.block_m,
         "block_n": config.block_n,
         "stages": config.stages,
-        "cluster": config.cluster,
         "a_k_major": problem.a_k_major,
         "b_k_major": problem.b_k_major,
         "activation": activation,
@@ -323,12 +331,19 @@ def plan(
     def maps(*addresses: int) -> bytes:
         return b"".join(_encoded(device, describe, addresses)).ljust(3 * 128, b"\0")
 
-    if low_rank is None:
-        kernel, low_rank_call = SM90.kernel(device, **choices, ping_pong=config.ping_pong), None
-    else:
-        majors = {f"lora_{name}_k_major": major for name, major in zip("ab", _majors(low_rank, N, K), strict=True)}
-        kernel = LORA.kernel(device, **choices, rank=problem.rank, **majors)
+    if config.cluster > 1:
+        choices["cluster"] = config.cluster
+    low_rank_call = None
+    if low_rank is not None:
+        choices["rank"] = problem.rank
+        choices["lora_a_k_major"], choices["lora_b_k_major"] = _majors(low_rank, N, K)
         low_rank_call = _low_rank_call(device, low_rank, problem, N, share, box_cols)
+        spec = LORA if config.cluster == 1 else LORA_CLUSTER
+    elif config.cluster > 1:
+        spec = SM90_CLUSTER
+    else:
+        spec, choices["ping_pong"] = SM90, config.ping_pong
+    kernel = spec.kernel(device, **choices)
     return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call)
 
 

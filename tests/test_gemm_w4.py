@@ -188,6 +188,16 @@ def test_epilogue(device, rng, M, activation):
     tolerances.assert_close(device.get(got), want, "float16", k=K)
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_plan_keeps_scales_and_zero_points(device, rng, zeros):
+    weights = Weights(device, rng, 2048, 12, 128, "uint4", zeros=zeros)
+    groups = {"scale_b": weights.scale_b, "zero_b": weights.zero_b, "b_dtype": "uint4"}
+    plan = rawops.Gemm(3, 12, 2048, "float16", out_dtype="float32", split_k=2, **groups)
+    for _ in range(2):
+        a = integers(rng, (3, 2048))
+        same(device, plan(device.put(a), weights.b), a.astype(float) @ weights.values)
+
+
 def test_batches_share_the_weights(device, rng):
     weights = Weights(device, rng, 64, 12, 32, "int4")
     a = integers(rng, (2, 3, 5, 64))

@@ -150,10 +150,14 @@ __device__ inline int cluster_rank() {
     return rank;
 }
 
-// Arriving publishes what this thread has written to shared memory; after waiting for all threads of the cluster but
-// those that have exited, what they published is there. Whole warps.
+// The barrier of all threads of a cluster, by whole warps. Arriving publishes what this thread has written to shared
+// memory; after waiting, what the others have published is there.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
 
 // Reads from where `address` lies in another block of the cluster.
 __device__ inline void load_from_rank(float (&values)[4], uint32_t address, int rank) {

@@ -75,9 +75,9 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             const int k = (schedule.first_block + block) * Tile::BLOCK_K;
             barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
             barrier_arrive_expect(full, Tile::STAGE_BYTES);
+            load_operand<Tile::kAKMajor, Tile::BLOCK_M>(stage, maps.a, a, work.m, k, full);
             load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(stage + Tile::A_BYTES, maps.b, b, work.n, k, full,
                                                                      shape.epilogue.cols);
-            load_operand<Tile::kAKMajor, Tile::BLOCK_M>(stage, maps.a, a, work.m, k, full);
             if constexpr (LowRank::RANK > 0) {
                 load_operand<LowRank::kAKMajor, LowRank::RANK, 1, LowRank::RANK>(
                     stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {}, 0, k, full);
@@ -143,7 +143,8 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
 }
 
 // sum = the block's share of the columns of acc, added up over the cluster; y is added up as a whole. The ring lends
-// its memory, so it must not run on to another tile. cluster_wait() must follow before the block exits.
+// its memory, so it must not run on to another tile. All warps of the blocks take part in both barriers.
+// The last cluster_wait() is the caller's, before the block exits.
 template <class Tile>
 __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typename Tile::Accumulators& acc,
                                       typename Tile::LowRank::Accumulators& y, uint32_t ring, const Consumer& self) {
@@ -171,8 +172,7 @@ __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typena
     for (int group = 0; group < Y_GROUPS; ++group) {
         store_shared(place(GROUPS + group), four(&y[group * 4]));
     }
-    cluster_arrive();
-    cluster_wait();
+    cluster_sync();  // the partial sums are there
     const int first = cluster_rank() * SHARE_GROUPS;
 #pragma unroll
     for (int group = 0; group < Tile::PARTS * SHARE_GROUPS; ++group) {
@@ -181,7 +181,7 @@ __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typena
     }
 #pragma unroll
     for (int group = 0; group < Y_GROUPS; ++group) add_up(four(&y[group * 4]), GROUPS + group);
-    cluster_arrive();
+    cluster_arrive();  // and have been read
 }
 
 // A consumer warpgroup: its tiles, one after the other.
@@ -255,6 +255,11 @@ __device__ inline void run_gemm(const GemmMaps& maps, const GemmParams& params, 
     if (group == 0) {
         if constexpr (Tile::CONSUMERS == 2) release_registers<40>();
         if (threadIdx.x == 0) load_tiles<Tile>(maps, params.shape, low_rank, schedule, exchange);
+        if constexpr (Tile::CLUSTER > 1) {  // the barriers of add_up_cluster count these warps, too
+            __syncwarp();
+            cluster_sync();
+            cluster_sync();
+        }
     } else {
         if constexpr (Tile::CONSUMERS == 2) claim_registers<232>();
         const int number = group - 1, thread = threadIdx.x % kWarpGroupSize;

@@ -28,7 +28,7 @@ struct NoLowRank {
 // multiplies while the other finishes a tile of its own. The blocks of a cluster take a slice of K each, and then a
 // share of the columns of their sum.
 template <class T_, class Out_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int CLUSTER_, bool kAKMajor_, bool kBKMajor_,
-          int kActivation, int kFinish_, bool kPingPong_, class LowRank_ = NoLowRank>
+          int kActivation, int kFinish_, bool kPingPong_ = false, class LowRank_ = NoLowRank>
 struct HopperTile {
     using T = T_;
     using Out = Out_;
