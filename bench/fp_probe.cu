@@ -34,39 +34,6 @@ template <class Tile, bool kKMajor, bool kPaired> struct FragmentReader<F64, Til
     static __device__ void round(double (&)[2]) {}
 };
 
-// As run_ring, but multiply(stage, next, turn) calls turn() when it has read all of `stage`; from then on it may read
-// `next`. begin(stage) comes before the first.
-template <int STAGES, int STAGE_BYTES, class Fetch, class Store, class Begin, class Multiply>
-__device__ inline void run_ring_ahead(uint32_t ring, int blocks, Fetch fetch, Store store, Begin begin,
-                                      Multiply multiply) {
-#pragma unroll 1
-    for (int block = 0; block < STAGES - 1; ++block) {
-        fetch(ring + block * STAGE_BYTES, block);
-        store(ring + block * STAGE_BYTES);
-        cp_async_commit();
-    }
-    uint32_t current = ring, filled = ring + (STAGES - 1) * STAGE_BYTES;
-    const uint32_t last = filled;
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();
-    begin(ring);
-#pragma unroll 1
-    for (int block = 0; block < blocks; ++block) {
-        fetch(filled, block + STAGES - 1);
-        cp_async_commit();
-        const uint32_t next = current == last ? ring : current + STAGE_BYTES;
-        multiply(current, next, [&] {
-            store(filled);
-            cp_async_wait<STAGES - 2>();
-            __syncthreads();
-        });
-        filled = current;
-        current = next;
-    }
-    cp_async_wait<0>();
-    __syncthreads();
-}
-
 template <class Tile, bool kBKMajor, bool kPaired, bool kInPlace>
 __device__ inline void multiply_tile_ahead(typename Tile::Accumulators& acc, typename Tile::LoaderA& loader_a,
                                            typename Tile::LoaderB& loader_b, uint32_t ring, int k_count, int thread) {
@@ -92,40 +59,38 @@ __device__ inline void multiply_tile_ahead(typename Tile::Accumulators& acc, typ
 #pragma unroll
         for (int j = 0; j < Tile::ATOMS_N / 2; ++j) reader_b.read(b[set][j], stage + Tile::A_BYTES, j, k_step);
     };
+    auto step = [&](int k_step, uint32_t from, int next_step) {
+        const int now = k_step % 2, now_a = kInPlace ? 0 : now, next_a = kInPlace ? 0 : 1 - now;
+        read_b(1 - now, from, next_step);
+#pragma unroll
+        for (int i = 0; i < Tile::ATOMS_M && !kInPlace; ++i) read_a(next_a, i, from, next_step);
+#pragma unroll
+        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) reader_b.round(b[now][j]);
+#pragma unroll
+        for (int i = 0; i < Tile::ATOMS_M; ++i) {
+            reader_a.round(a[now_a][i]);
+#pragma unroll
+            for (int j = 0; j < Tile::ATOMS_N; ++j) {
+                const auto& pair = b[now][j / 2];
+                if constexpr (REGISTERS == 2) Tile::Atom::multiply(acc[i][j], a[now_a][i], pair[j % 2]);
+                else if (kPaired) Tile::Atom::multiply(acc[i][j], a[now_a][i], pair[j % 2 * 2], pair[j % 2 * 2 + 1]);
+                else Tile::Atom::multiply(acc[i][j], a[now_a][i], pair[j % 2], pair[j % 2 + 2]);
+            }
+            if (kInPlace) read_a(0, i, from, next_step);
+        }
+    };
     auto begin = [&](uint32_t stage) {
 #pragma unroll
         for (int i = 0; i < Tile::ATOMS_M; ++i) read_a(0, i, stage, 0);
         read_b(0, stage, 0);
     };
-    auto multiply = [&](uint32_t stage, uint32_t next, auto turn) {
+    auto multiply = [&](uint32_t stage) {
 #pragma unroll
-        for (int k_step = 0; k_step < Tile::ATOMS_K; ++k_step) {
-            const int now = k_step % 2, now_a = kInPlace ? 0 : now, next_a = kInPlace ? 0 : 1 - now;
-            const bool last = k_step + 1 == Tile::ATOMS_K;
-            const uint32_t from = last ? next : stage;
-            const int next_step = last ? 0 : k_step + 1;
-            if (last) turn();
-            read_b(1 - now, from, next_step);
-#pragma unroll
-            for (int i = 0; i < Tile::ATOMS_M && !kInPlace; ++i) read_a(next_a, i, from, next_step);
-#pragma unroll
-            for (int j = 0; j < Tile::ATOMS_N / 2; ++j) reader_b.round(b[now][j]);
-#pragma unroll
-            for (int i = 0; i < Tile::ATOMS_M; ++i) {
-                reader_a.round(a[now_a][i]);
-#pragma unroll
-                for (int j = 0; j < Tile::ATOMS_N; ++j) {
-                    const auto& pair = b[now][j / 2];
-                    if constexpr (REGISTERS == 2) Tile::Atom::multiply(acc[i][j], a[now_a][i], pair[j % 2]);
-                    else if (kPaired) Tile::Atom::multiply(acc[i][j], a[now_a][i], pair[j % 2 * 2], pair[j % 2 * 2 + 1]);
-                    else Tile::Atom::multiply(acc[i][j], a[now_a][i], pair[j % 2], pair[j % 2 + 2]);
-                }
-                if (kInPlace) read_a(0, i, from, next_step);
-            }
-        }
+        for (int k_step = 0; k_step + 1 < Tile::ATOMS_K; ++k_step) step(k_step, stage, k_step + 1);
     };
+    auto finish = [&](uint32_t next) { step(Tile::ATOMS_K - 1, next, 0); };
     run_ring_ahead<Tile::STAGES, stage_bytes<Tile>>(ring, ceil_div(k_count, Tile::BLOCK_K), fetch, store, begin,
-                                                    multiply);
+                                                    multiply, finish);
 }
 
 template <class T> struct IfF64 { using Type = T; };

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,26 +25,24 @@ LAYOUTS = {"TN": (True, True), "NN": (True, False), "TT": (False, True), "NT": (
 # block_m, block_n, block_k, stages, warps_m, warps_n; for MMA also the variant of fp_probe.cu
 CANDIDATES = {
     "float32": [
-        (128, 128, 8, 3, 2, 2), (128, 128, 8, 2, 2, 2), (128, 128, 16, 3, 2, 2), (128, 128, 8, 3, 2, 4),
-        (128, 128, 8, 4, 2, 4), (128, 256, 8, 3, 2, 4), (256, 128, 8, 3, 4, 2), (128, 64, 8, 3, 1, 2),
-        (64, 64, 16, 3, 2, 2),
+        (128, 128, 8, 3, 2, 2), (128, 256, 8, 3, 2, 4), (256, 128, 8, 3, 4, 2), (256, 128, 16, 3, 4, 2),
+        (256, 128, 8, 4, 4, 2),
     ],
     "float64": [
-        (64, 64, 16, 4, 2, 2, 0), (64, 64, 16, 4, 2, 2, 1), (128, 64, 16, 3, 2, 2, 0), (128, 64, 16, 3, 2, 2, 1),
-        (128, 128, 16, 3, 4, 2, 0), (128, 128, 16, 3, 4, 2, 1), (128, 128, 16, 4, 4, 2, 1), (128, 128, 16, 4, 2, 4, 1),
+        (64, 64, 16, 4, 2, 2, 0), (64, 64, 16, 4, 2, 2, 1), (128, 64, 16, 3, 2, 2, 1), (128, 128, 16, 3, 4, 2, 0),
+        (128, 128, 16, 3, 4, 2, 1), (128, 128, 16, 4, 2, 4, 1),
     ],
     "float64 k4": [
-        (64, 64, 16, 4, 2, 2, 1), (128, 64, 16, 3, 2, 2, 1), (128, 64, 16, 4, 2, 2, 1), (64, 128, 16, 4, 2, 2, 1),
-        (128, 128, 16, 3, 4, 2, 1), (128, 128, 16, 4, 4, 2, 1), (128, 128, 16, 4, 2, 4, 1), (128, 128, 16, 4, 2, 4, 3),
+        (64, 64, 16, 4, 2, 2, 1), (128, 64, 16, 3, 2, 2, 1), (128, 128, 16, 3, 4, 2, 1), (128, 128, 16, 3, 2, 4, 1),
+        (128, 128, 16, 4, 2, 4, 3),
     ],
     "tf32": [
-        (128, 128, 32, 3, 2, 4, 0), (128, 128, 32, 3, 2, 4, 2), (128, 128, 32, 3, 2, 2, 0), (128, 128, 32, 3, 2, 2, 2),
-        (128, 256, 32, 3, 2, 4, 0), (128, 256, 32, 3, 2, 4, 2), (128, 256, 16, 4, 2, 4, 0), (128, 256, 16, 4, 2, 4, 2),
-        (128, 256, 16, 4, 2, 4, 3), (128, 256, 16, 6, 2, 4, 3), (256, 128, 16, 4, 4, 2, 3),
+        (128, 128, 32, 3, 2, 4, 0), (128, 128, 32, 3, 2, 4, 3), (128, 256, 32, 3, 2, 4, 0), (128, 256, 32, 3, 2, 4, 3),
+        (128, 256, 16, 4, 2, 4, 3), (128, 128, 32, 3, 2, 2, 3),
     ],
     "float16": [
-        (128, 256, 32, 4, 2, 4, 0), (128, 256, 32, 4, 2, 4, 1), (128, 256, 32, 4, 2, 4, 2), (128, 256, 32, 4, 2, 4, 3),
-        (128, 128, 32, 4, 2, 2, 0), (128, 128, 32, 4, 2, 2, 2), (64, 128, 64, 4, 2, 2, 0), (64, 128, 64, 4, 2, 2, 2),
+        (128, 256, 32, 4, 2, 4, 0), (128, 256, 32, 4, 2, 4, 2), (128, 256, 32, 4, 2, 4, 3), (64, 128, 64, 3, 2, 2, 0),
+        (64, 128, 64, 3, 2, 2, 3),
     ],
 }  # fmt: skip
 TYPES = {"float32": "float", "tf32": "float", "float64": "double", "float64 k4": "rawops::F64", "float16": "__half"}
@@ -149,7 +148,7 @@ def measure(kind: str, layout: str, calls: dict, size: int) -> dict[str, float]:
 
     sets = [make(cupy, kind, layout, size, size, size, False) for _ in range(2)]
     name, mm = rival(kind)
-    times = graph_times({name: mm} | calls, sets, replays=5)
+    times = graph_times({name: mm} | calls, sets, replays=4)
     base = times[name].median
     print(f"{kind} {size}^3 {layout}")
     for label, t in times.items():
@@ -157,36 +156,39 @@ def measure(kind: str, layout: str, calls: dict, size: int) -> dict[str, float]:
     return {k: t.median for k, t in times.items() if k != name}
 
 
+def compiled(xp, kinds, layouts) -> dict[tuple[str, str], list[Candidate]]:
+    """All candidates in all layouts, compiled side by side."""
+    wanted = {(kind, layout): [Candidate(kind, n, layout) for n in CANDIDATES[kind]] for kind in kinds
+              for layout in layouts}  # fmt: skip
+    if xp is not np:
+        operands = {key: make(xp, *key, 128, 128, 64, True) for key in wanted}
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda x: x[1](*operands[x[0]]), [(k, c) for k, found in wanted.items() for c in found]))
+        xp.cuda.Device().synchronize()
+        for candidate in itertools.chain(*wanted.values()):
+            candidate.packed.clear()
+    print(f"compiled after {time.perf_counter() - START:.1f} s", flush=True)
+    return wanted
+
+
 def run(xp, kinds, seconds: float) -> None:
     emulated = xp is np
     sizes = [(136, 280, 72)] if emulated else [(136, 280, 72), (1000, 520, 264)]
+    wanted = compiled(xp, kinds, LAYOUTS)
     for kind in kinds:
-        layouts = LAYOUTS if emulated else {"TN": None}
-        found = {}
-        for layout in layouts:
-            ours = [Candidate(kind, numbers, layout) for numbers in CANDIDATES[kind]]
-            if not emulated:  # compile side by side
-                with ThreadPoolExecutor(8) as pool:
-                    a, b, out = make(xp, kind, layout, 128, 128, 64, True)
-                    list(pool.map(lambda c: c(a, b, out), ours))  # noqa: B023
-            for candidate in ours:
-                candidate.packed.clear()
-                verdict = check(xp, kind, candidate, layout, sizes)
-                found[candidate.name] = candidate
-                if emulated or verdict != "ok":
-                    print(kind, candidate.name, verdict, flush=True)
-        if emulated:
-            continue
-        times = measure(kind, "TN", found, 4096)
-        best = sorted(times, key=times.get)[:2]
-        by_name = {Candidate(kind, n, "TN").name: n for n in CANDIDATES[kind]}
-        for layout in ("NN", "TT", "NT"):
+        best: list[int] = list(range(len(CANDIDATES[kind])))
+        for layout in LAYOUTS:
+            ours = [wanted[kind, layout][n] for n in best]
+            verdicts = [check(xp, kind, c, layout, sizes) for c in ours]
+            if emulated:
+                print(kind, layout, verdicts, flush=True)
+                continue
             if time.perf_counter() - START > seconds:
                 print("out of time")
-                break
-            ours = [Candidate(kind, by_name[name], layout) for name in best]
-            verdicts = [check(xp, kind, c, layout, sizes) for c in ours]
-            measure(kind, layout, {f"{c.name} {v}": c for c, v in zip(ours, verdicts, strict=True)}, 4096)
+                return
+            times = measure(kind, layout, {f"{c.name} {v}": c for c, v in zip(ours, verdicts, strict=True)}, 4096)
+            if layout == "TN":
+                best = sorted(best, key=lambda n: times[list(times)[n]])[:2]
         print(f"after {time.perf_counter() - START:.1f} s", flush=True)
 
 

@@ -16,8 +16,8 @@ import time
 import cupy
 import numpy as np
 
-from rawops import lora
 from rawops import _gemm_sm90 as sm90
+from rawops import lora
 from rawops._gemm_call import Product
 from rawops._gemm_operands import Options
 from rawops._runtime import device as devices
@@ -185,8 +185,7 @@ def check_in_children() -> bool:
     while first < count:
         child = subprocess.run(
             [sys.executable, __file__, "check-from", str(first)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
         )
         print(child.stdout, end="", flush=True)

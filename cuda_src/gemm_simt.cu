@@ -31,7 +31,7 @@ template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = fa
     static constexpr int EXTENT = kGated ? MN / 2 : MN;                // of the operand's MN
     static constexpr int ROWS = kKMajor ? EXTENT : K;                  // evenly spaced
     static_assert(THREADS % PIECES_PER_ROW == 0 && MN * K % (WIDTH * THREADS) == 0, "all threads take whole pieces");
-    static_assert(ROWS % ROWS_PER_STEP == 0, "a step stays in one half");
+    static_assert(ROWS % ROWS_PER_STEP == 0 || STEPS == 1, "a step stays in one half");
 
     const float* source;  // this thread's first piece in the slice that comes next
     int64_t row_stride, col_stride, gate_offset;
@@ -48,8 +48,8 @@ template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = fa
           mn_count(mn_end - mn_begin),
           row(thread / PIECES_PER_ROW),
           col(thread % PIECES_PER_ROW * WIDTH) {
-        source += row * row_stride + (kKMajor ? col : col % EXTENT) * col_stride;
-        if (kGated && !kKMajor && col >= EXTENT) source += gate_offset;
+        source += row % ROWS * row_stride + (kKMajor ? col : col % EXTENT) * col_stride;
+        if (kGated && (kKMajor ? row : col) >= EXTENT) source += gate_offset;
     }
 
     // Starts the copy of the next slice, of which k_count values of K exist.
@@ -80,7 +80,7 @@ private:
         for (int step = 0; step < STEPS; ++step) {
             const int begin = step * ROWS_PER_STEP, rows = (kKMajor ? mn_count : k_count) - begin % ROWS;
             const int cols = kKMajor ? k_count - col : mn_count - col % EXTENT;
-            const int valid = kWhole ? WIDTH : row < rows ? clamp(cols, 0, WIDTH) : 0;
+            const int valid = kWhole ? WIDTH : row % ROWS < rows ? clamp(cols, 0, WIDTH) : 0;
             const float* from = source + begin % ROWS * row_stride + (begin >= ROWS ? gate_offset : 0);
             if constexpr (!kKMajor) {
                 cp_async<ACCESS>(destination + Tile::offset(row + begin, col), from, valid * int(sizeof(float)));
@@ -166,24 +166,33 @@ __global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)
             loader_a.store(stage);
             loader_b.store(stage + A_BYTES);
         };
-        auto multiply = [&](uint32_t stage) {
-            float a[2][ROWS], b[2][COLS];
-            auto read = [&](int k) {
-                reader_a.read(a[k % 2], stage, k);
-                reader_b.read(b[k % 2], stage + A_BYTES, k);
-            };
-            read(0);
+        // Values of the next k are read while the current ones multiply, across stages too.
+        float a[2][ROWS], b[2][COLS];
+        auto read = [&](uint32_t stage, int k) {
+            reader_a.read(a[k % 2], stage, k);
+            reader_b.read(b[k % 2], stage + A_BYTES, k);
+        };
+        auto add_product = [&](int k) {
 #pragma unroll
-            for (int k = 0; k < BLOCK_K; ++k) {
-                if (k + 1 < BLOCK_K) read(k + 1);
+            for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-                    for (int j = 0; j < COLS; ++j) acc[i][j] = fmaf(a[k % 2][i], b[k % 2][j], acc[i][j]);
-                }
+                for (int j = 0; j < COLS; ++j) acc[i][j] = fmaf(a[k % 2][i], b[k % 2][j], acc[i][j]);
             }
         };
-        run_ring<Shape::STAGES, STAGE_BYTES>(ring, ceil_div(k_count, BLOCK_K), fetch, store, multiply);
+        auto begin = [&](uint32_t stage) { read(stage, 0); };
+        auto multiply = [&](uint32_t stage) {
+#pragma unroll
+            for (int k = 0; k < BLOCK_K - 1; ++k) {
+                read(stage, k + 1);
+                add_product(k);
+            }
+        };
+        auto finish = [&](uint32_t next) {
+            read(next, 0);
+            add_product(BLOCK_K - 1);
+        };
+        run_ring_ahead<Shape::STAGES, STAGE_BYTES>(ring, ceil_div(k_count, BLOCK_K), fetch, store, begin, multiply,
+                                                   finish);
 
         EpilogueCall target = call.epilogue;
         target.out = static_cast<float*>(target.out) + blockIdx.y * shape.partial_stride;

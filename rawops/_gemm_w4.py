@@ -136,12 +136,13 @@ def select_config(
 ) -> Config:
     """Choose tile and split; pure arithmetic.
 
-    A tile is as high as M needs, at most 64: beyond, it would not halve what weights take, which is little. It is the
-    widest that gives five SMs of six one. If even the narrowest leaves SMs idle, K is split until they are busy, as
-    long as a slice keeps 1024 of K.
+    A tile is as high as M needs, at most 64: packed weights take so little that a higher one would not move much less.
+    It is the widest that gives five SMs of six one. If even the narrowest leaves SMs idle, K is split until they are
+    busy, as long as a slice keeps 1024 of K.
     """
-    height = next((t.block_m for t in reversed(TILES) if t.block_m >= problem.M), TILES[0].block_m)
-    candidates = [t for t in TILES if t.block_m == height]
+    tiles = TILES if problem.access >= 8 else TILES[:1]  # whose threads have registers left for narrow copies
+    height = next((t.block_m for t in reversed(tiles) if t.block_m >= problem.M), tiles[0].block_m)
+    candidates = [t for t in tiles if t.block_m == height]
 
     def count(tile: Tile) -> int:
         return -(-problem.M // tile.block_m) * -(-problem.N // tile.block_n) * problem.batches
