@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,25 +23,18 @@ LAYOUTS = {"TN": (True, True), "NN": (True, False), "TT": (False, True), "NT": (
 
 # block_m, block_n, block_k, stages, warps_m, warps_n; for MMA also the variant of fp_probe.cu
 CANDIDATES = {
-    "float32": [
-        (128, 128, 8, 3, 2, 2), (128, 256, 8, 3, 2, 4), (256, 128, 8, 3, 4, 2), (256, 128, 16, 3, 4, 2),
-        (256, 128, 8, 4, 4, 2),
-    ],
-    "float64": [
-        (64, 64, 16, 4, 2, 2, 0), (64, 64, 16, 4, 2, 2, 1), (128, 64, 16, 3, 2, 2, 1), (128, 128, 16, 3, 4, 2, 0),
-        (128, 128, 16, 3, 4, 2, 1), (128, 128, 16, 4, 2, 4, 1),
-    ],
+    "float32": [(128, 128, 8, 3, 2, 2), (128, 256, 8, 3, 2, 4), (256, 128, 8, 3, 4, 2), (256, 128, 16, 3, 4, 2)],
+    "float64": [(64, 64, 16, 4, 2, 2, 0), (64, 64, 16, 4, 2, 2, 3), (128, 128, 16, 3, 4, 2, 3)],
     "float64 k4": [
-        (64, 64, 16, 4, 2, 2, 1), (128, 64, 16, 3, 2, 2, 1), (128, 128, 16, 3, 4, 2, 1), (128, 128, 16, 3, 2, 4, 1),
-        (128, 128, 16, 4, 2, 4, 3),
+        (64, 64, 16, 4, 2, 2, 3), (128, 64, 16, 3, 2, 2, 3), (128, 128, 16, 3, 4, 2, 3), (128, 128, 16, 3, 2, 4, 3),
+        (128, 128, 16, 4, 4, 2, 3),
     ],
     "tf32": [
-        (128, 128, 32, 3, 2, 4, 0), (128, 128, 32, 3, 2, 4, 3), (128, 256, 32, 3, 2, 4, 0), (128, 256, 32, 3, 2, 4, 3),
-        (128, 256, 16, 4, 2, 4, 3), (128, 128, 32, 3, 2, 2, 3),
+        (128, 128, 32, 3, 2, 4, 0), (128, 128, 32, 3, 2, 4, 3), (128, 256, 32, 3, 2, 4, 3), (128, 256, 16, 4, 2, 4, 3),
+        (128, 128, 32, 3, 2, 2, 3),
     ],
     "float16": [
-        (128, 256, 32, 4, 2, 4, 0), (128, 256, 32, 4, 2, 4, 2), (128, 256, 32, 4, 2, 4, 3), (64, 128, 64, 3, 2, 2, 0),
-        (64, 128, 64, 3, 2, 2, 3),
+        (128, 256, 32, 4, 2, 4, 0), (128, 256, 32, 4, 2, 4, 3), (64, 128, 64, 3, 2, 2, 0), (64, 128, 64, 3, 2, 2, 3),
     ],
 }  # fmt: skip
 TYPES = {"float32": "float", "tf32": "float", "float64": "double", "float64 k4": "rawops::F64", "float16": "__half"}
@@ -156,46 +148,46 @@ def measure(kind: str, layout: str, calls: dict, size: int) -> dict[str, float]:
     return {k: t.median for k, t in times.items() if k != name}
 
 
-def compiled(xp, kinds, layouts) -> dict[tuple[str, str], list[Candidate]]:
-    """All candidates in all layouts, compiled side by side."""
-    wanted = {(kind, layout): [Candidate(kind, n, layout) for n in CANDIDATES[kind]] for kind in kinds
-              for layout in layouts}  # fmt: skip
+def compiled(xp, wanted: list[tuple[str, str, int]]) -> dict[tuple[str, str, int], Candidate]:
+    """Candidates by kind, layout and number, compiled side by side."""
+    found = {(kind, layout, n): Candidate(kind, CANDIDATES[kind][n], layout) for kind, layout, n in wanted}
     if xp is not np:
-        operands = {key: make(xp, *key, 128, 128, 64, True) for key in wanted}
+        operands = {key: make(xp, key[0], key[1], 128, 128, 64, True) for key in found}
         with ThreadPoolExecutor(16) as pool:
-            list(pool.map(lambda x: x[1](*operands[x[0]]), [(k, c) for k, found in wanted.items() for c in found]))
+            list(pool.map(lambda key: found[key](*operands[key]), found))
         xp.cuda.Device().synchronize()
-        for candidate in itertools.chain(*wanted.values()):
+        for candidate in found.values():
             candidate.packed.clear()
     print(f"compiled after {time.perf_counter() - START:.1f} s", flush=True)
-    return wanted
+    return found
 
 
 def run(xp, kinds, seconds: float) -> None:
     emulated = xp is np
-    sizes = [(136, 280, 72)] if emulated else [(136, 280, 72), (1000, 520, 264)]
-    wanted = compiled(xp, kinds, LAYOUTS)
+    sizes = [(136, 280, 72)]
+    layouts = LAYOUTS if emulated else ["TN"]
+    ours = compiled(xp, [(k, layout, n) for k in kinds for layout in layouts for n in range(len(CANDIDATES[k]))])
+    verdicts = {key: check(xp, key[0], c, key[1], sizes) for key, c in ours.items()}
+    print({key: v for key, v in verdicts.items() if v != "ok"} or f"all {len(verdicts)} right", flush=True)
+    if emulated:
+        return
+    best = {}
     for kind in kinds:
-        best: list[int] = list(range(len(CANDIDATES[kind])))
-        for layout in LAYOUTS:
-            ours = [wanted[kind, layout][n] for n in best]
-            verdicts = [check(xp, kind, c, layout, sizes) for c in ours]
-            if emulated:
-                print(kind, layout, verdicts, flush=True)
-                continue
-            if time.perf_counter() - START > seconds:
-                print("out of time")
-                return
-            times = measure(kind, layout, {f"{c.name} {v}": c for c, v in zip(ours, verdicts, strict=True)}, 4096)
-            if layout == "TN":
-                best = sorted(best, key=lambda n: times[list(times)[n]])[:2]
-        print(f"after {time.perf_counter() - START:.1f} s", flush=True)
+        calls = {c.name: c for key, c in ours.items() if key[0] == kind}
+        times = list(measure(kind, "TN", calls, 4096).values())
+        best[kind] = times.index(min(times))
+    others = compiled(xp, [(k, layout, n) for k, n in best.items() for layout in ("NN", "TT", "NT")])
+    for (kind, layout, _), candidate in others.items():
+        if time.perf_counter() - START < seconds:
+            verdict = check(xp, kind, candidate, layout, sizes)
+            measure(kind, layout, {f"{candidate.name} {verdict}": candidate}, 4096)
+    print(f"after {time.perf_counter() - START:.1f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kinds", nargs="+", default=list(CANDIDATES))
-    parser.add_argument("--seconds", type=float, default=38)
+    parser.add_argument("--seconds", type=float, default=23)
     parser.add_argument("--emulate", action="store_true")
     options = parser.parse_args()
     if options.emulate:

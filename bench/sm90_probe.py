@@ -28,6 +28,11 @@ START = time.perf_counter()
 NOTHING = (None, None, None)
 
 
+def is_step(problem) -> bool:
+    """Tell whether it is the product that makes x @ a."""
+    return problem.finish == sm90.DIRECT and problem.N <= 64
+
+
 @contextlib.contextmanager
 def forced(config):
     """Let every product that is prepared meanwhile run with this configuration (None: the model's choice)."""
@@ -35,8 +40,8 @@ def forced(config):
     if config == "sm80":
         sm90.supports = lambda *_: False
     elif config is not None:
-        sm90.select_config = lambda *_: config
-        sm90.wants_split = lambda *_: False
+        sm90.select_config = lambda problem, *limits: select(problem, *limits) if is_step(problem) else config
+        sm90.wants_split = lambda problem, *_: is_step(problem) and split(problem, *_)
     try:
         yield
     finally:
@@ -72,13 +77,15 @@ def make(shape, dtype, major: str, integers: bool, rng, scale=1.0):
     return x if major == "n" else x.swapaxes(-1, -2)
 
 
-def config_of(device, problem, block_m, block_n, cluster=1, ping_pong=False, **changes):
-    config = sm90.configure(problem, device.sm_count, device.max_shared_bytes, block_m, block_n, cluster, ping_pong)
+def config_of(device, problem, block_m, block_n, cluster=1, ping_pong=False, rides=None, **changes):
+    limits = device.sm_count, device.max_shared_bytes
+    rides = problem.rank > 0 if rides is None else rides
+    config = sm90.configure(problem, *limits, block_m, block_n, cluster, ping_pong, rides)
     return dataclasses.replace(config, **changes)
 
 
 def named(c) -> str:
-    return f"{c.block_m}x{c.block_n} s{c.stages} c{c.cluster}" + (" pp" if c.ping_pong else "") + f" b{c.blocks}"
+    return f"{c.block_m}x{c.block_n} s{c.stages} c{c.cluster}" + " pp" * c.ping_pong + " rides" * c.rides + f" b{c.blocks}"
 
 
 # --- correctness ----------------------------------------------------------------------------------------------------
@@ -92,6 +99,11 @@ CASES = [  # batch, M, N, K, layouts a b, dtype, out dtype, forced (block_m, blo
     ((), 64, 1024, 520, "nt", "bfloat16", "bfloat16", (64, 192, 4, False)),
     ((), 64, 1024, 768, "nt", "bfloat16", "bfloat16", (64, 192, 4, False)),
     ((), 512, 512, 4096, "nt", "bfloat16", "bfloat16", (128, 64, 4, False)),
+    ((), 72, 264, 696, "nn", "float16", "float16", (64, 192, 4, False)),
+    ((), 72, 200, 696, "tn", "float16", "float16", (64, 128, 8, False)),
+    ((), 72, 328, 696, "nn", "float16", "float16", (64, 256, 4, False)),
+    ((), 64, 128, 136, "nn", "float16", "float16", (64, 128, 8, False)),
+    ((), 130, 400, 328, "nn", "float16", "float16", (128, 192, 4, False)),
     ((), 33, 1000, 4096, "nn", "float16", "float16", (64, 256, 8, False)),
     ((), 64, 1000, 4096, "tn", "float16", "float32", (64, 128, 8, False)),
     ((), 1000, 1000, 1000, "nt", "bfloat16", "bfloat16", (128, 128, 2, False)),
@@ -103,12 +115,14 @@ CASES = [  # batch, M, N, K, layouts a b, dtype, out dtype, forced (block_m, blo
     ((), 392, 720, 328, "nt", "bfloat16", "bfloat16", (128, 208, 1, False)),
     ((2, 3), 136, 264, 200, "tn", "float16", "float16", (128, 64, 1, True)),
 ]
-LORA_CASES = [  # M, N, K, rank, transposed as PEFT stores it, forced (block_m, block_n, cluster)
+LORA_CASES = [  # M, N, K, rank, transposed as PEFT stores it, forced (block_m, block_n, cluster, ping-pong, rides)
     (64, 1024, 512, 16, False, (64, 256, 1)),
     (64, 1024, 512, 8, True, (64, 256, 1)),
     (40, 1000, 520, 64, False, (64, 256, 1)),
     (64, 1000, 520, 24, True, (64, 128, 4)),
     (64, 1024, 520, 40, True, (64, 256, 2)),
+    (72, 200, 328, 24, False, (64, 128, 8)),
+    (72, 328, 328, 24, False, (64, 256, 4)),
     (300, 1000, 520, 16, False, (128, 256, 1)),
     (300, 1000, 520, 64, True, (128, 192, 1)),
     (300, 1000, 520, 16, True, (128, 128, 2)),

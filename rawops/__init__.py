@@ -1,5 +1,6 @@
 """CUDA kernels for Python with no build step: NVRTC compiles them on first use, or an emulator runs them."""
 
+from rawops._gemm_w4 import pack_int4
 from rawops._runtime.custom import Kernel
 from rawops._runtime.device import emulate
 from rawops._runtime.kernel import kernels, precompile, reload
@@ -36,6 +37,7 @@ __all__ = [
     "gemm",
     "kernels",
     "lora_linear",
+    "pack_int4",
     "precompile",
     "reload",
 ]

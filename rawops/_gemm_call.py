@@ -106,16 +106,17 @@ class SplitK:
 
 @dataclass(frozen=True)
 class OnHopper:
-    """A product in one launch of Hopper's own kernel. `more` goes before the addresses of further operands."""
+    """A product in one launch of Hopper's own kernel. `tail` gives what its plan wants to know of a low-rank part."""
 
     plan: _gemm_sm90.Plan
     shape: bytes
-    more: tuple = ()
+    tail: Callable[[tuple, list], tuple[tuple, object]] | None = None
 
     def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
         a, b, out = addresses[:3]
         params = CALL.pack(a, b, *alpha, *addresses[2:6], *beta) + self.shape
-        self.plan.run(a, b, out, params, *self.more, *addresses[6:])
+        low_rank, _kept = ((), None) if self.tail is None else self.tail(operands, addresses)
+        self.plan.run(a, b, out, params, *low_rank)
 
 
 @dataclass(frozen=True)
@@ -259,11 +260,15 @@ class Product:
         """Check the arguments, choose the kernel and pack what does not change."""
         named = dict(zip(self.roles, operands, strict=True))
         request = Request(self.function, self.options, named, addresses, self.names)
-        dtype, out_dtype, sizes = check(request)
+        dtype, out_dtype, sizes = self.check(request)
         run = self._steps(device, request, dtype, out_dtype, sizes).run if math.prod(sizes.result) else None
         return Launch(device, sizes.result, dtypes.numpy(out_dtype), _overlaps(request), run)
 
     # What a derived product changes. `further` are the operands beyond `ROLES`.
+
+    def check(self, request: Request) -> tuple[str, str, Sizes]:
+        """Check everything that the user can get wrong; return the dtypes of a and out, and the sizes."""
+        return check(request)
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         """Return the product on Hopper's own kernel, None where another one is to take it."""

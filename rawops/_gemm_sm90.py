@@ -36,7 +36,9 @@ _COST_OF_CLUSTER = 300  # its barriers, and the way of the partial sums to anoth
 _CLUSTER_BYTES = 80
 _SM_BYTES = 160  # that an SM takes in meanwhile, from the L2, and
 _MEMORY_BYTES = 9800  # that all SMs take in from the memory
-_RANK_PRODUCT = 2680  # multiply-adds of the product with lora_b, which runs on mma.sync
+_COST_OF_RIDING = 10  # of lora_a's columns, beyond their number
+_COST_OF_READING = 900  # the launch of the product that makes x @ a first
+_COST_OF_SLICE = 100  # of sixteen ranks, beyond their products
 _COST_OF_SPLIT = 1750  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
@@ -54,7 +56,12 @@ _OPERAND_CHOICES = {
     "activation": tuple(range(6)),
     "finish": (PLAIN, STAGED, DIRECT),
 }
-_LOW_RANK_CHOICES = {"rank": RANKS, "lora_a_k_major": (True, False), "lora_b_k_major": (True, False)}
+_LOW_RANK_CHOICES = {
+    "rank": RANKS,
+    "rides": (True, False),
+    "lora_a_k_major": (True, False),
+    "lora_b_k_major": (True, False),
+}
 
 
 def _spec(source: str, entry: str, choices: dict, *smoke: tuple) -> KernelSpec:
@@ -95,19 +102,21 @@ LORA = _spec(
     "lora_sm90.cu",
     "lora_sm90",
     {**_TILE_CHOICES, **_OPERAND_CHOICES, **_LOW_RANK_CHOICES},
-    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, 16, True, True),
-    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, 16, False, False),
-    ("float16", "float16", 64, 256, 3, True, False, 5, STAGED, 64, False, False),
-    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, 16, True, True),
-    ("float16", "float16", 128, 192, 3, True, False, 0, PLAIN, 64, False, False),
+    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, 16, True, True, True),
+    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, 16, True, False, False),
+    ("float16", "float16", 64, 256, 3, True, False, 5, STAGED, 64, True, False, False),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, 16, False, True, True),
+    ("float16", "float16", 128, 192, 4, True, False, 0, PLAIN, 64, False, True, False),
 )
 LORA_CLUSTER = _spec(
     "lora_sm90.cu",
     "lora_sm90_cluster",
     {**_TILE_CHOICES, **_CLUSTER_CHOICES, **_OPERAND_CHOICES, **_LOW_RANK_CHOICES},
-    ("bfloat16", "bfloat16", 64, 128, 6, 4, True, True, 0, PLAIN, 32, True, True),
+    ("bfloat16", "bfloat16", 64, 128, 6, 4, True, True, 0, PLAIN, 32, True, True, True),
 )
-_LOW_RANK_CALL = ParamStruct("LowRankCall", a="tensormap", b="tensormap", rank="int32", scaling="float32")
+_LOW_RANK_CALL = ParamStruct(
+    "LowRankCall", a="tensormap", b="tensormap", y="pointer", y_row="int64", rank="int32", scaling="float32"
+)
 
 # --- which tile -----------------------------------------------------------------------------------------------------
 
@@ -138,8 +147,9 @@ class Problem:
 class Config:
     """A tile `block_m` x `block_n` of a @ b and its ring, the order of tiles, and what that costs.
 
-    The blocks of a cluster share a tile, each a slice of K. Blocks that run at the same time work on `raster_rows` rows
-    of tiles, to share operands in the L2.
+    The blocks of a cluster share a tile, each a slice of K. `rides`: the columns of lora_a go along the K loop;
+    otherwise x @ a, if wanted, is made before. Blocks that run at the same time work on `raster_rows` rows of tiles, to
+    share operands in the L2.
     """
 
     block_m: int
@@ -147,6 +157,7 @@ class Config:
     stages: int
     cluster: int
     ping_pong: bool
+    rides: bool
     raster_rows: int
     blocks: int
     waves: int
@@ -171,12 +182,14 @@ class Config:
 
     def stage_bytes(self, problem: Problem) -> int:
         """Shared memory of a stage: the operands, and the barriers `full` and `empty`."""
-        return (self.block_m + self.block_n + problem.rank) * _SPAN + 16
+        return (self.block_m + self.block_n + self.rides * problem.rank) * _SPAN + 16
 
     def other_bytes(self, problem: Problem) -> int:
         """Shared memory beside the ring: lora_b, staging tiles and slabs of the consumers, further barriers."""
         share = self.share(problem)
         staging = 0 if problem.finish == DIRECT else self.rows * share * 2
+        if problem.rank:
+            staging = max(staging, 2 * share * problem.parts * 64)  # sixteen ranks of lora_b in TF32, twice
         slabs = 0 if problem.finish == PLAIN else _SLAB_BYTES
         return problem.rank * share * problem.parts * 2 + self.consumers * (staging + slabs) + 32
 
@@ -190,14 +203,18 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int) -> Con
     if not problem.b_k_major:  # boxes of 64 columns
         step = 64 * problem.parts
     block_m = 64 if problem.M <= 64 else 128
+    if problem.rank:
+        ways = [(cluster, False, rides) for cluster in (1, 2, 4, 8) for rides in (True, False)]
+    else:
+        ways = [(1, False, False), (1, True, False), (2, False, False), (4, False, False), (8, False, False)]
     candidates = []
-    for cluster, ping_pong in ((1, False), (1, True), (2, False), (4, False), (8, False)):
-        if cluster > problem.k_blocks or (ping_pong and problem.rank):
+    for cluster, ping_pong, rides in ways:
+        if cluster > problem.k_blocks:
             continue
         unit = math.lcm(step, 16 * problem.parts * cluster)
         widest = 256 if block_m == 64 or not (ping_pong or cluster > 1) else 128 if ping_pong else 192
         candidates += [
-            configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong)
+            configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)
             for width in range(unit, widest + 1, unit)
         ]
     fitting = [c for c in candidates if c.stages >= _MIN_STAGES]
@@ -205,7 +222,14 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int) -> Con
 
 
 def configure(
-    problem: Problem, sm_count: int, max_shared_bytes: int, block_m: int, block_n: int, cluster=1, ping_pong=False
+    problem: Problem,
+    sm_count: int,
+    max_shared_bytes: int,
+    block_m: int,
+    block_n: int,
+    cluster: int = 1,
+    ping_pong: bool = False,
+    rides: bool = False,
 ) -> Config:
     """Complete a configuration with as many stages as fit, the order of tiles, and its cost.
 
@@ -218,18 +242,21 @@ def configure(
     tiles = tiles_m * tiles_n * problem.batches
     at_a_time = sm_count // cluster if cluster <= 2 else sm_count // _GPC * (_GPC // cluster)
     waves = -(-tiles // max(at_a_time, 1))
-    columns, rows = block_n + problem.rank, min(problem.M, block_m)
+    rows = min(problem.M, block_m)
+    columns = block_n + (problem.rank + _COST_OF_RIDING if rides else 0)
     k_block = columns + _COST_OF_A if block_m == 128 else (columns + rows) * _SPAN // _SM_BYTES
     main_loop = -(-problem.k_blocks // cluster) * k_block
-    finish = _COST_OF_TILE + 2 * block_m * block_n // cluster * problem.rank // _RANK_PRODUCT
+    finish = _COST_OF_TILE + problem.rank // 16 * (block_n // cluster * block_m // 128 + _COST_OF_SLICE)
     if cluster > 1:
         finish += _COST_OF_CLUSTER + block_m * columns * 4 // _CLUSTER_BYTES
     cost = waves * max(main_loop, finish) + finish if ping_pong else waves * (main_loop + finish)
     entries = problem.batches * (problem.N * problem.parts + tiles_m * tiles_n * rows // 4) * problem.K
     cost = max(cost, entries * 2 // _MEMORY_BYTES + finish)
+    if problem.rank and not rides:
+        cost += _COST_OF_READING + problem.batches * problem.M * problem.K * 2 // _MEMORY_BYTES
     bands = -(-tiles_m // _RASTER_ROWS)
     blocks = tiles * cluster if cluster > 1 else min(tiles, sm_count)
-    config = Config(block_m, block_n, 0, cluster, ping_pong, -(-tiles_m // bands), blocks, waves, cost)
+    config = Config(block_m, block_n, 0, cluster, ping_pong, rides, -(-tiles_m // bands), blocks, waves, cost)
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
     return replace(config, stages=max(min(stages, _MAX_STAGES), 0))
 
@@ -288,7 +315,7 @@ class Plan:
     grid: tuple[int, int, int]
     shared_bytes: int
     maps: Callable[..., bytes]  # from the addresses of a, b and out
-    low_rank: Callable[..., bytes] | None  # from the scaling and the addresses of lora_a and lora_b
+    low_rank: Callable[..., bytes] | None  # from the scaling, the addresses of lora_a and lora_b, and x @ a
 
     def run(self, a: int, b: int, out: int, params: bytes, *low_rank) -> None:
         """Launch; `params` is the GemmParams that all GEMM kernels take, `low_rank` what the function wants."""
@@ -335,7 +362,7 @@ def plan(
         choices["cluster"] = config.cluster
     low_rank_call = None
     if low_rank is not None:
-        choices["rank"] = problem.rank
+        choices |= {"rank": problem.rank, "rides": config.rides}
         choices["lora_a_k_major"], choices["lora_b_k_major"] = _majors(low_rank, N, K)
         low_rank_call = _low_rank_call(device, low_rank, problem, N, share, box_cols)
         spec = LORA if config.cluster == 1 else LORA_CLUSTER
@@ -348,17 +375,22 @@ def plan(
 
 
 def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: int, box_cols: int) -> Callable:
-    """Return a function from the scaling and the addresses of both factors to the kernel's LowRankCall."""
-    a, b, rank, step, single = low_rank.a, low_rank.b, low_rank.rank, problem.rank, (1, 1, 1)
+    """Return a function to the kernel's LowRankCall.
+
+    It takes the scaling, the addresses of both factors, and the address and row stride of x @ a, where that is made
+    before.
+    """
+    a, b, rank, step = low_rank.a, low_rank.b, low_rank.rank, problem.rank
     a_k_major, b_k_major = _majors(low_rank, N, problem.K)
     describe = [
-        _map_of(a, (rank, a.col), (problem.K, a.row), a_k_major, step, BLOCK_K, single),
-        _map_of(b, (N, b.col), (rank, b.row), b_k_major, share if b_k_major else box_cols, step, single),
+        _map_of(a, (rank, a.col), (problem.K, a.row), a_k_major, step, BLOCK_K, (1, 1, 1)),
+        _map_of(b, (N, b.col), (rank, b.row), b_k_major, share if b_k_major else box_cols, step, (1, 1, 1)),
     ]
 
     @functools.lru_cache(maxsize=64)
-    def call(scaling: float, *addresses: int) -> bytes:
-        return _LOW_RANK_CALL.pack(*_encoded(device, describe, addresses), rank, scaling)
+    def call(scaling: float, a_address: int, b_address: int, y_address: int = 0, y_row: int = 0) -> bytes:
+        maps = _encoded(device, describe, (a_address, b_address))
+        return _LOW_RANK_CALL.pack(*maps, y_address, y_row, rank, scaling)
 
     return call
 

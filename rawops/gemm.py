@@ -7,13 +7,30 @@ import functools
 from rawops._gemm_call import ZERO, Product, scalars
 from rawops._gemm_config import DTYPES
 from rawops._gemm_operands import MAX_SIZE, Options
+from rawops._gemm_w4 import WeightProduct
 from rawops._runtime import checks, dtypes
 
 
 @functools.lru_cache(maxsize=256)
-def _product(*options) -> Product:
+def _product(b_dtype: str | None, has_zeros: bool, *options) -> Product:
     """Return the product that all calls of `gemm` with these options share."""
-    return Product("gemm", Options(*options))
+    return _product_of("gemm", Options(*options), b_dtype, has_zeros)
+
+
+def _product_of(function: str, options: Options, b_dtype: str | None, has_zeros: bool, workspaces=None) -> Product:
+    if b_dtype is None:
+        return Product(function, options, workspaces)
+    return WeightProduct(function, options, b_dtype, has_zeros, workspaces)
+
+
+def _groups(function: str, b_dtype: str | None, scale_b, zero_b) -> tuple:
+    """Return the operands that packed weights have beside the others."""
+    if b_dtype is not None:
+        return (scale_b,) if zero_b is None else (scale_b, zero_b)
+    for name, x in (("scale_b", scale_b), ("zero_b", zero_b)):
+        if x is not None:
+            checks.fail(ValueError, function, name, "be None without b_dtype", type(x).__name__)
+    return ()
 
 
 def gemm(
@@ -26,6 +43,9 @@ def gemm(
     bias=None,
     residual=None,
     activation: str | None = None,
+    scale_b=None,
+    zero_b=None,
+    b_dtype: str | None = None,
     out=None,
     out_dtype=None,
     precision: str | None = None,
@@ -52,6 +72,8 @@ def gemm(
     activation : {None, "relu", "gelu", "gelu_tanh", "silu", "swiglu"}
         "swiglu" takes an even N, gate in the first half of the columns and up in the second, and returns N/2 columns
         of ``silu(gate) * up``. At -inf, gelu and silu take their limit, 0; NaN stays NaN.
+    scale_b, zero_b, b_dtype : array, array, {"int4", "uint4", "float4_e2m1fn"}, optional
+        Packed 4-bit weights, see Notes.
     out : array, optional
         Where the result goes. It may be `c` or `residual` itself; where it overlaps an input otherwise, the result
         is computed aside and copied.
@@ -69,11 +91,22 @@ def gemm(
     -------
     array (..., M, N), or (..., M, N/2) for swiglu
         Accumulated in float32 (float64 for float64), rounded once.
+
+    Notes
+    -----
+    With `b_dtype`, `a` is float16 or bfloat16 and `b` is uint8 (K // 2, N): the low half of byte (i, n) is element
+    (2i, n), the high half (2i + 1, n), as `pack_int4` makes them. Any strides: weights stored (N, K // 2) come in as
+    a transposed view, which is as fast. `scale_b` (K // group, N), float16, bfloat16 or float32, has a scale for each
+    group of 32, 64 or 128 along K, and `zero_b`, int8 or uint8 of the same shape, zero points for "uint4":
+    ``b = (q - zero_b) * scale_b``. Side by side along N, on 4-byte boundaries, they are fastest. Weights are not
+    rounded to a's dtype: a group's products with q - zero are exact, added up in float32, and scaled in float32.
     """
     alpha, beta = scalars("gemm", alpha, beta, c)
     if beta == ZERO:
         c = None
-    return _product(activation, out_dtype, precision, split_k)((a, b, out, c, bias, residual), alpha, beta)
+    groups = _groups("gemm", b_dtype, scale_b, zero_b)
+    product = _product(b_dtype, zero_b is not None, activation, out_dtype, precision, split_k)
+    return product((a, b, out, c, bias, residual, *groups), alpha, beta)
 
 
 class Gemm:
@@ -86,7 +119,7 @@ class Gemm:
     M, N, K : int
     dtype : dtype
         Of `a` and `b`.
-    alpha, beta, bias, residual, activation, out_dtype, precision, split_k, deterministic
+    alpha, beta, bias, residual, activation, scale_b, zero_b, b_dtype, out_dtype, precision, split_k, deterministic
         As for `gemm`.
     """
 
@@ -102,6 +135,9 @@ class Gemm:
         bias=None,
         residual=None,
         activation: str | None = None,
+        scale_b=None,
+        zero_b=None,
+        b_dtype: str | None = None,
         out_dtype=None,
         precision: str | None = None,
         split_k: int | None = None,
@@ -109,7 +145,9 @@ class Gemm:
     ) -> None:
         sizes = (checks.int_range("Gemm", n, v, 0, MAX_SIZE) for n, v in (("M", M), ("N", N), ("K", K)))
         plan = (*sizes, checks.choice("Gemm", "dtype", dtypes.name(dtype), DTYPES))
-        self._product = Product("Gemm", Options(activation, out_dtype, precision, split_k, plan), workspaces={})
+        options = Options(activation, out_dtype, precision, split_k, plan)
+        self._product = _product_of("Gemm", options, b_dtype, zero_b is not None, workspaces={})
+        self._groups = _groups("Gemm", b_dtype, scale_b, zero_b)
         self._alpha, self._beta, self._bias, self._residual = alpha, beta, bias, residual
 
     def __call__(self, a, b, c=None, *, bias=None, residual=None, out=None):
@@ -119,4 +157,4 @@ class Gemm:
         alpha, beta = scalars("Gemm", self._alpha, self._beta, c)
         if beta == ZERO:
             c = None
-        return self._product((a, b, out, c, bias, residual), alpha, beta)
+        return self._product((a, b, out, c, bias, residual, *self._groups), alpha, beta)

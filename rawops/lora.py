@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -66,7 +67,30 @@ class _LowRank(_Base):
         low_rank = _gemm_sm90.LowRank(further["lora_a"], further["lora_b"], rank)
         if not _gemm_sm90.supports(*described, low_rank):
             return None
-        return OnHopper(_gemm_sm90.plan(*described, low_rank), shape, (self.scaling,))
+        plan = _gemm_sm90.plan(*described, low_rank)
+        make_y, y_row = self._y_maker(described[0], request, rank)
+
+        def tail(operands: tuple, addresses: list) -> tuple[tuple, object]:
+            factors = (self.scaling, *addresses[len(ROLES) :])
+            if plan.config.rides:
+                return factors, None
+            y, y_address = make_y(operands)
+            return (*factors, y_address, y_row), y
+
+        return OnHopper(plan, shape, tail)
+
+    def _y_maker(self, device, request: Request, rank: int) -> tuple[Callable, int]:
+        """Return a function that makes y = x @ a in a workspace and returns that and its address; and the row stride."""
+        y_row = -(-rank // 4) * 4  # rows on 16-byte boundaries
+        shape = (*request.arrays["a"].shape[:-1], y_row)
+
+        def make_y(operands: tuple) -> tuple:
+            y, address = self.workspace(device, shape, dtypes.numpy("float32"))
+            x, a = operands[0], operands[len(ROLES)]
+            self._step((x, a, y[..., :rank], *_NOTHING[1:]))
+            return y, address
+
+        return make_y, y_row
 
     def configure(self, device, request: Request, problem: Problem) -> LoraConfig:
         rank = request.arrays["lora_a"].shape[1]
@@ -89,13 +113,10 @@ class _LowRank(_Base):
 
         else:
             kernel = READING[problem.kind].kernel(device, **choices, lora_a_k_major=True, access_lora_a=16)
-            y_row = -(-rank // 4) * 4  # rows on 16-byte boundaries
-            shape = (*request.arrays["a"].shape[:-1], y_row)
+            make_y, y_row = self._y_maker(device, request, rank)
 
             def tail(operands: tuple, addresses: list) -> tuple[bytes, object]:
-                y, y_address = self.workspace(device, shape, dtypes.numpy("float32"))
-                x, a = operands[0], operands[len(ROLES)]
-                self._step((x, a, y[..., :rank], *_NOTHING[1:]))
+                y, y_address = make_y(operands)
                 numbers = (y_address, *strides, y_row, rank, self.scaling)
                 return LOW_RANK.pack(*addresses[len(ROLES) :], *numbers), y
 

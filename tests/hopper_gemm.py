@@ -34,12 +34,17 @@ def hopper():
 def force(monkeypatch):
     """Fix tile, ring and number of blocks: few blocks walk over many tiles, short rings wrap often."""
 
-    def fix(block_n: int, ping_pong=False, stages: int = 2, blocks: int = 2, block_m: int = 128, cluster=1) -> None:
-        def chosen(problem, sm_count, max_shared_bytes):
-            config = sm90.configure(problem, sm_count, max_shared_bytes, block_m, block_n, cluster, ping_pong)
+    def fix(
+        block_n: int, ping_pong=False, stages: int = 2, blocks: int = 2, block_m: int = 128, cluster=1, rides=True
+    ) -> None:
+        def chosen(problem, *limits):
+            if problem.finish == sm90.DIRECT and problem.N <= 64 and not rides:
+                return select(problem, *limits)  # the product that makes y
+            config = sm90.configure(problem, *limits, block_m, block_n, cluster, ping_pong, rides and problem.rank > 0)
             assert config.stages >= stages
             return dataclasses.replace(config, stages=stages, blocks=blocks if cluster == 1 else config.blocks)
 
+        select = sm90.select_config
         monkeypatch.setattr(sm90, "select_config", chosen)
         monkeypatch.setattr(sm90, "wants_split", lambda *_: False)
 

@@ -53,19 +53,25 @@ template <class T, int ROWS_, int COLS_> struct SharedTile {
     }
 };
 
+template <int BYTES> struct BitsOf { using Type = uint32_t; };
+template <> struct BitsOf<1> { using Type = unsigned char; };
+template <> struct BitsOf<2> { using Type = uint16_t; };
+
 // Fills MN x K tiles of one operand, K-block after K-block. The tile keeps the operand's own order: rows are MN if K
 // is contiguous (kKMajor), else K. ACCESS is the width of one global access in bytes; an access of one element takes
 // any stride on both axes, wider ones need stride 1 along the row.
 // GATE > 0: the tile interleaves two halves of the operand's MN axis, GATE rows of the first, GATE of the second.
 template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GATE = 0> struct OperandLoader {
     using Tile = SharedTile<T, kKMajor ? MN : K, kKMajor ? K : MN>;
-    static constexpr bool kAsync = ACCESS >= 4;  // cp.async moves no less; 2-byte accesses go through registers
+    static constexpr bool kAsync = ACCESS >= 4;  // cp.async moves no less; narrower accesses go through registers
     static constexpr bool kAnyStride = ACCESS == int(sizeof(T));
     static constexpr int PIECE = (kAsync ? ACCESS : 4) / int(sizeof(T));  // elements that one step moves
     static constexpr int PIECES_PER_ROW = Tile::COLS / PIECE;
     static constexpr int ROWS_PER_STEP = THREADS / PIECES_PER_ROW;
     static constexpr int STEPS = ceil_div(Tile::ROWS, ROWS_PER_STEP);
     static_assert(THREADS % PIECES_PER_ROW == 0, "a row must not be split between steps");
+
+    using Bits = typename BitsOf<sizeof(T)>::Type;  // of an element that goes through registers
 
     const T* source;  // this thread's first column in row 0 of the K-block that comes next
     int64_t row_stride, col_stride, gate_offset;
@@ -85,8 +91,9 @@ template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GAT
         source += kKMajor ? col * col_stride : folded(col) * col_stride + (in_second_half(col) ? gate_offset : 0);
     }
 
-    // Starts the copy of the next K-block, of which k_count elements exist, into the tile at `destination`.
-    __device__ void fetch(uint32_t destination, int k_count) {
+    // Starts the copy of the next K-block, of which k_count elements exist, into the tile at `destination`. kWhole: the
+    // operand has all of the tile, which spares the checks of every access.
+    template <bool kWhole = false> __device__ void fetch(uint32_t destination, int k_count) {
         const int rows_exist = kKMajor ? mn_count : k_count;
         const int cols = clamp(kKMajor ? k_count - col : mn_count - folded(col), 0, PIECE);
         const T* from = source + row * row_stride;
@@ -96,14 +103,17 @@ template <class T, int MN, int K, bool kKMajor, int ACCESS, int THREADS, int GAT
             const int r = row + step * ROWS_PER_STEP;
             if (Tile::ROWS % ROWS_PER_STEP != 0 && r >= Tile::ROWS) break;
             if (GATE > 0 && kKMajor) from = source + folded(r) * row_stride + (in_second_half(r) ? gate_offset : 0);
-            const int valid = (kKMajor ? folded(r) : r) < rows_exist ? cols : 0;
+            const int valid = kWhole ? PIECE : (kKMajor ? folded(r) : r) < rows_exist ? cols : 0;
             if constexpr (kAsync) {
                 const uint32_t to = destination + Tile::moved(first, step * ROWS_PER_STEP, 0);
                 cp_async<ACCESS>(to, from, valid * int(sizeof(T)));
             } else {
-                const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
-                pending[step] = valid > 0 ? bits[0] : 0;
-                if (valid > 1) pending[step] |= uint32_t(bits[col_stride]) << 16;
+                const Bits* bits = reinterpret_cast<const Bits*>(from);
+                pending[step] = 0;
+#pragma unroll
+                for (int i = 0; i < PIECE; ++i) {
+                    if (i < valid) pending[step] |= uint32_t(bits[i * col_stride]) << i * int(sizeof(T)) * 8;
+                }
             }
         }
         source += K * (kKMajor ? col_stride : row_stride);

@@ -172,6 +172,9 @@ __device__ inline void load_from_rank(float (&values)[4], uint32_t address, int 
         : "memory");
 }
 
+__device__ inline void store_shared(uint32_t address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
 __device__ inline void store_shared(uint32_t address, const float (&values)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values[0]), "f"(values[1]),
                  "f"(values[2]), "f"(values[3])

@@ -78,7 +78,7 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             load_operand<Tile::kAKMajor, Tile::BLOCK_M>(stage, maps.a, a, work.m, k, full);
             load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(stage + Tile::A_BYTES, maps.b, b, work.n, k, full,
                                                                      shape.epilogue.cols);
-            if constexpr (LowRank::RANK > 0) {
+            if constexpr (LowRank::kRides) {
                 load_operand<LowRank::kAKMajor, LowRank::RANK, 1, LowRank::RANK>(
                     stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {}, 0, k, full);
             }
@@ -97,7 +97,7 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
     }
 }
 
-// acc = a @ b, and y = a @ lora_a, over the next k_blocks stages of the ring. One batch of products stays in flight: a
+// acc = a @ b, and y = a @ lora_a if it rides, over the next k_blocks stages of the ring. One batch of products stays in flight: a
 // stage is let go when those of the next have been issued.
 template <class Tile>
 __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typename Tile::LowRank::Accumulators& y,
@@ -121,7 +121,7 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
                 Wgmma<Tile::BLOCK_N>::template multiply<typename Tile::T, Tile::kAKMajor, Tile::kBKMajor>(
                     acc[i], A::advance(a, i, step), B::advance(b, 0, step), accumulate);
             }
-            if constexpr (LowRank::RANK > 0) {
+            if constexpr (LowRank::kRides) {
                 using LoraA = typename LowRank::OperandA;
                 const uint64_t lora_a = LoraA::descriptor(stage + Tile::A_BYTES + Tile::B_BYTES);
                 Wgmma<LowRank::RANK>::template multiply<typename Tile::T, Tile::kAKMajor, LowRank::kAKMajor>(
@@ -139,17 +139,17 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
     if (k_blocks > 0 && self.leads()) barrier_arrive(exchange.barriers.empty(previous));
 #pragma unroll
     for (int i = 0; i < Tile::ATOMS_M; ++i) hold(acc[i]);
-    if constexpr (LowRank::RANK > 0) hold(y);
+    if constexpr (LowRank::kRides) hold(y);
 }
 
-// sum = the block's share of the columns of acc, added up over the cluster; y is added up as a whole. The ring lends
+// sum = the block's share of the columns of acc, added up over the cluster; y that rides is added up as a whole. The ring lends
 // its memory, so it must not run on to another tile. All warps of the blocks take part in both barriers.
 // The last cluster_wait() is the caller's, before the block exits.
 template <class Tile>
 __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typename Tile::Accumulators& acc,
                                       typename Tile::LowRank::Accumulators& y, uint32_t ring, const Consumer& self) {
     constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize, GROUPS = Tile::BLOCK_N / 8;  // of four registers
-    constexpr int Y_GROUPS = Tile::LowRank::RANK / 8, SHARE_GROUPS = Tile::SHARE / 8;
+    constexpr int Y_GROUPS = Tile::LowRank::kRides ? Tile::LowRank::RANK / 8 : 0, SHARE_GROUPS = Tile::SHARE / 8;
     const uint32_t own = ring + (self.number * kWarpGroupSize + self.thread) * 16;
     auto place = [&](int group) { return own + group * THREADS * 16; };
     auto add_up = [&](float (&values)[4], int group) {
@@ -205,14 +205,18 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
 #pragma unroll
             for (int i = 0; i < Tile::LowRank::RANK / 2; ++i) y[i] = 0;
         }
+        Work work = schedule.at(index);
+        if constexpr (Tile::LowRank::RANK > 0 && !Tile::LowRank::kRides) {
+            const int row = work.m + self.row, M = params.shape.M;
+            read_y<Tile>(y, *low_rank, int64_t(work.number) * M + row, M - row, self);
+        }
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
         multiply_stages<Tile>(acc, y, slot, k_blocks, exchange, self);
-        Work work = schedule.at(index);
         const typename Tile::Epilogue epilogue(params.call.epilogue, params.shape.epilogue, work.batch, alpha);
         auto finish = [&](typename Tile::Finished& sum) {
             if constexpr (Tile::LowRank::RANK > 0) {
                 barrier_wait(exchange.lora_b_barriers.full(0), tile_phase);
-                add_rank_product<Tile>(sum, y, *low_rank, exchange.lora_b, self.lane());
+                add_rank_product<Tile>(sum, y, *low_rank, exchange.lora_b, self);
                 self.sync();
                 if (self.leads()) barrier_arrive(exchange.lora_b_barriers.empty(0));
                 tile_phase ^= 1;

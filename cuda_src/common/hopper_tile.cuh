@@ -12,15 +12,16 @@ enum Finish : int {
     kDirect,  // any epilogue, written by the threads: for a D that TMA cannot write, and for float32
 };
 
-// A low-rank part y @ lora_b with y = a @ lora_a, up to RANK ranks; see hopper_low_rank.cuh.
-template <int RANK_, bool kAKMajor_, bool kBKMajor_> struct LowRank {
+// A low-rank part y @ lora_b with y = a @ lora_a, up to RANK ranks; see hopper_low_rank.cuh. kRides: y is made here.
+template <int RANK_, bool kRides_, bool kAKMajor_, bool kBKMajor_> struct LowRank {
     static constexpr int RANK = RANK_;
-    static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
+    static constexpr bool kRides = kRides_, kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
     using OperandA = WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>;
     using Accumulators = float[RANK / 2];
 };
 struct NoLowRank {
     static constexpr int RANK = 0;
+    static constexpr bool kRides = false;
     using Accumulators = float[1];
 };
 
@@ -51,10 +52,12 @@ struct HopperTile {
     using Finished = float[ATOMS_M][SHARE * PARTS / 2];
 
     static constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2;
-    static constexpr int STAGE_BYTES = A_BYTES + B_BYTES + LowRank::RANK * BLOCK_K * 2;
+    static constexpr int STAGE_BYTES = A_BYTES + B_BYTES + (LowRank::kRides ? LowRank::RANK * BLOCK_K * 2 : 0);
     // D leaves in boxes as wide as the swizzle, so that staging it is free of bank conflicts.
     static constexpr int BOX_COLS = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;
-    static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2, STAGING_BYTES = kFinish == kDirect ? 0 : ROWS * SHARE * 2;
+    // Before that, the place holds sixteen ranks of lora_b, twice, as TF32.
+    static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2, WIDE_BYTES = LowRank::RANK > 0 ? 2 * SHARE * PARTS * 64 : 0;
+    static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * SHARE * 2, WIDE_BYTES);
     // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
     using Slab = SharedTile<float, 16, 32>;
     static constexpr int CHUNK = Slab::COLS / PARTS, CHUNKS = ceil_div(SHARE, CHUNK);
@@ -72,12 +75,12 @@ struct HopperTile {
     static_assert(kFinish == kDirect || sizeof(Out) == 2, "staged elements have 16 bits");
     static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
     static_assert(!kPingPong || (CLUSTER == 1 && LowRank::RANK == 0), "these have one order of tiles for all");
-    static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::RANK) * 4 <= LORA_B_AT, "the ring holds partial sums");
+    static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::kRides * LowRank::RANK) * 4 <= LORA_B_AT, "the ring holds partial sums");
 };
 
 // One tile: its place in D, and the batch it belongs to.
 struct Work {
-    int m, n, batch[3];
+    int m, n, number, batch[3];  // the number of the batch, its index
 
     // The corner of an operand's matrix. Where it is broadcast over an axis of the batch, its map has size 1.
     __device__ TensorCoordinates matrix_of(const Strides& strides) const {
@@ -112,7 +115,8 @@ public:
     __device__ Work at(int index) const {
         Work work;
         const TileIndex tile = grouped_raster(index % (tiles_m * tiles_n), tiles_m, tiles_n, group);
-        shape.batch_index(index / (tiles_m * tiles_n), work.batch);
+        work.number = index / (tiles_m * tiles_n);
+        shape.batch_index(work.number, work.batch);
         work.m = tile.m * Tile::BLOCK_M;
         work.n = tile.n * Tile::COLS;
         return work;

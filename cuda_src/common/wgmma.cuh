@@ -1,4 +1,5 @@
-// wgmma: one warpgroup multiplies 64 x 16 by 16 x N elements of 16 bits, both read from shared memory, into float32.
+// wgmma: one warpgroup multiplies 64 x 16 by 16 x N elements of 16 bits from shared memory into float32, or 64 x 8 by
+// 8 x N of TF32, the first from registers.
 #pragma once
 #include "hopper.cuh"
 
@@ -15,10 +16,11 @@ template <bool kKMajor, int BLOCK_K, int SPAN = 128> struct WgmmaOperand {
     static_assert(!kKMajor || BLOCK_K * 2 == SPAN, "a K-major tile is one box wide");
 
     // The descriptor: address, bytes between boxes (leading), bytes between atoms (stride), each >> 4; the swizzle.
+    // In a cluster, the upper bits of a shared address tell the block's rank: they must not spill over.
     static __device__ uint64_t descriptor(uint32_t address) {
         constexpr uint64_t kLeading = kKMajor ? 1 : BOX >> 4, kStride = ATOM >> 4;
         constexpr uint64_t kSwizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
-        return kSwizzle << 62 | kStride << 32 | kLeading << 16 | address >> 4;
+        return kSwizzle << 62 | kStride << 32 | kLeading << 16 | (address & 0x3ffff) >> 4;
     }
     static __device__ uint64_t advance(uint64_t descriptor, int atoms, int k_steps) {
         return descriptor + (atoms * ROWS_64 + k_steps * K_STEP >> 4);
@@ -47,15 +49,25 @@ __device__ inline const float (&four(const float* d))[4] { return *reinterpret_c
 
 // d += a @ b (d = a @ b with accumulate == 0) for one step of 16 along K. d[4 * j + i] of lane l in warp w of the group
 // is row 16 * w + l / 4 + i / 2 * 8 and column 8 * j + l % 4 * 2 + i % 2. The instruction names every register, so each
-// N needs a text of its own; the descriptors come first, as outputs, so that their numbers do not depend on N.
+// N needs a text of its own; what is not an accumulator comes first, as an output, so that its number does not depend
+// on N, and two operands come last.
 template <int N> struct Wgmma;
 
-#define RAWOPS_WGMMA(N, TRANS_A, TRANS_B)                                                                             \
+#define RAWOPS_WGMMA(N, LAST, ONE_MORE)                                                                               \
     template <> struct Wgmma<N> {                                                                                     \
         template <class T, bool kAKMajor, bool kBKMajor>                                                              \
         static __device__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t accumulate) {             \
-            if constexpr (is_same<T, __half>) RAWOPS_WGMMA_OF("f16", N, TRANS_A, TRANS_B)                             \
-            else RAWOPS_WGMMA_OF("bf16", N, TRANS_A, TRANS_B)                                                         \
+            if constexpr (is_same<T, __half>) RAWOPS_WGMMA_OF("f16", N, LAST, ONE_MORE)                               \
+            else RAWOPS_WGMMA_OF("bf16", N, LAST, ONE_MORE)                                                           \
+        }                                                                                                             \
+        /* d += a @ b for 8 along K of TF32, K-major. a: row l / 4 and l / 4 + 8 at k l % 4, then at l % 4 + 4. */    \
+        static __device__ void multiply(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {                      \
+            uint32_t first = a[0], second = a[1];                                                                     \
+            asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                   \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" RAWOPS_P##N                      \
+                         "}, {%1, %2, " LAST ", " ONE_MORE "}, %0, p, 1, 1;\n}"                                       \
+                         : "+l"(b), "+r"(first), "+r"(second), RAWOPS_V##N                                            \
+                         : "r"(a[2]), "r"(a[3]));                                                                     \
         }                                                                                                             \
     };
 #define RAWOPS_WGMMA_OF(TYPE, N, TRANS_A, TRANS_B)                                                                    \
