@@ -85,7 +85,9 @@ def config_of(device, problem, block_m, block_n, cluster=1, ping_pong=False, rid
 
 
 def named(c) -> str:
-    return f"{c.block_m}x{c.block_n} s{c.stages} c{c.cluster}" + " pp" * c.ping_pong + " rides" * c.rides + f" b{c.blocks}"
+    return (
+        f"{c.block_m}x{c.block_n} s{c.stages} c{c.cluster}" + " pp" * c.ping_pong + " rides" * c.rides + f" b{c.blocks}"
+    )
 
 
 # --- correctness ----------------------------------------------------------------------------------------------------
@@ -126,6 +128,9 @@ LORA_CASES = [  # M, N, K, rank, transposed as PEFT stores it, forced (block_m, 
     (300, 1000, 520, 16, False, (128, 256, 1)),
     (300, 1000, 520, 64, True, (128, 192, 1)),
     (300, 1000, 520, 16, True, (128, 128, 2)),
+    (300, 1000, 520, 16, False, (128, 256, 1, False, False)),
+    (300, 1000, 520, 64, True, (128, 224, 1, False, False)),
+    (64, 1024, 520, 40, True, (64, 256, 2, False, False)),
 ]
 
 
@@ -326,9 +331,9 @@ def measure_lora(device, seconds: float, rows: list) -> None:
             "lora sm80": lora_call("sm80"),
         }
         block_m = 64 if M <= 64 else 128
-        for block_n in (128, 192, 256) if major == "n" else (192, 208, 224, 240, 256):
-            config = config_of(device, problem, block_m, block_n)
-            if config.stages >= 2:
+        for rides, block_n in itertools.product((True, False), (192, 256) if major == "n" else (192, 208, 224, 256)):
+            config = config_of(device, problem, block_m, block_n, rides=rides)
+            if config.stages >= 3 and not (M <= 64 and block_n < 224):
                 calls[named(config)] = lora_call(config)
         times = graph_times(calls, sets, replays=6 if M > 64 else 12)
         rows.append(tell(f"lora {M}x{N}x{K} r{rank} {major}", times, next(iter(calls)), 2.0 * M * N * K * 1e-6))

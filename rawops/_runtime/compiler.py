@@ -16,7 +16,8 @@ from rawops._runtime import cache, sources
 from rawops.errors import CompileError, UnsupportedError
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
-_OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
+# NVRTC has a cache of its own where there is a driver; what comes out of it has no ptxas report.
+_OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v", "--no-cache")
 _UNIT_NAME = "rawops_unit.cu"
 _SIGNATURE = "rawops_kernel_signature"
 
