@@ -191,8 +191,7 @@ __global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)
             read(next, 0);
             add_product(BLOCK_K - 1);
         };
-        run_ring_ahead<Shape::STAGES, STAGE_BYTES>(ring, ceil_div(k_count, BLOCK_K), fetch, store, begin, multiply,
-                                                   finish);
+        run_ring<Shape::STAGES, STAGE_BYTES>(ring, ceil_div(k_count, BLOCK_K), fetch, store, begin, multiply, finish);
 
         EpilogueCall target = call.epilogue;
         target.out = static_cast<float*>(target.out) + blockIdx.y * shape.partial_stride;

@@ -34,7 +34,7 @@ _COST_OF_A = 32
 _COST_OF_TILE = 300
 _COST_OF_CLUSTER = 300  # its barriers, and the way of the partial sums to another SM, at
 _CLUSTER_BYTES = 80
-_SM_BYTES = 160  # that an SM takes in meanwhile, from the L2, and
+_SM_BYTES = 180  # that an SM takes in meanwhile, from the L2, and
 _MEMORY_BYTES = 9800  # that all SMs take in from the memory
 _COST_OF_RIDING = 10  # of lora_a's columns, beyond their number
 _COST_OF_READING = 900  # the launch of the product that makes x @ a first
@@ -191,7 +191,7 @@ class Config:
         if problem.rank:
             staging = max(staging, 2 * share * problem.parts * 64)  # sixteen ranks of lora_b in TF32, twice
         slabs = 0 if problem.finish == PLAIN else _SLAB_BYTES
-        return problem.rank * share * problem.parts * 2 + self.consumers * (staging + slabs) + 32
+        return problem.rank * share * problem.parts * 2 + self.consumers * (staging + slabs) + 40
 
     def shared_bytes(self, problem: Problem) -> int:
         return self.stages * self.stage_bytes(problem) + self.other_bytes(problem)
@@ -234,14 +234,14 @@ def configure(
     """Complete a configuration with as many stages as fit, the order of tiles, and its cost.
 
     Every SM works off ``waves = ceil(tiles / SMs)`` tiles, with clusters ``ceil(tiles / clusters at a time)``. A K
-    block of 128 rows takes ``block_n + 32``, one of 64 rows what its operands take to arrive; a tile takes 300 more,
-    which hide behind main loops for all tiles but the last if consumers take turns (`ping_pong`). All in all nothing
-    is faster than the memory, where reading rows of a again from the L2 counts a quarter.
+    block of 128 rows takes ``block_n + 32``, one of 64 rows what its operands take to arrive; a wave takes at least
+    what the memory needs for its share of b, where reading rows of a again from the L2 counts a quarter. A tile takes
+    300 more, which hide behind main loops for all tiles but the last if consumers take turns (`ping_pong`).
     """
     tiles_m, tiles_n = -(-problem.M // block_m), -(-problem.N * problem.parts // block_n)
     tiles = tiles_m * tiles_n * problem.batches
-    at_a_time = sm_count // cluster if cluster <= 2 else sm_count // _GPC * (_GPC // cluster)
-    waves = -(-tiles // max(at_a_time, 1))
+    at_a_time = max(sm_count // cluster if cluster <= 2 else sm_count // _GPC * (_GPC // cluster), 1)
+    waves = -(-tiles // at_a_time)
     rows = min(problem.M, block_m)
     columns = block_n + (problem.rank + _COST_OF_RIDING if rides else 0)
     k_block = columns + _COST_OF_A if block_m == 128 else (columns + rows) * _SPAN // _SM_BYTES
@@ -249,9 +249,13 @@ def configure(
     finish = _COST_OF_TILE + problem.rank // 16 * (block_n // cluster * block_m // 128 + _COST_OF_SLICE)
     if cluster > 1:
         finish += _COST_OF_CLUSTER + block_m * columns * 4 // _CLUSTER_BYTES
-    cost = waves * max(main_loop, finish) + finish if ping_pong else waves * (main_loop + finish)
-    entries = problem.batches * (problem.N * problem.parts + tiles_m * tiles_n * rows // 4) * problem.K
-    cost = max(cost, entries * 2 // _MEMORY_BYTES + finish)
+    if ping_pong:
+        main_loop, finish = max(main_loop, finish), finish // waves
+    memory = problem.batches * (problem.N * problem.parts + tiles_m * tiles_n * rows // 4) * problem.K * 2
+    cost = waves * finish
+    for wave in range(waves):
+        share = min(tiles - wave * at_a_time, at_a_time) / tiles
+        cost += max(main_loop, int(memory * share) // _MEMORY_BYTES)
     if problem.rank and not rides:
         cost += _COST_OF_READING + problem.batches * problem.M * problem.K * 2 // _MEMORY_BYTES
     bands = -(-tiles_m // _RASTER_ROWS)

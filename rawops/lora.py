@@ -68,7 +68,7 @@ class _LowRank(_Base):
         if not _gemm_sm90.supports(*described, low_rank):
             return None
         plan = _gemm_sm90.plan(*described, low_rank)
-        make_y, y_row = self._y_maker(described[0], request, rank)
+        y_row, make_y = self._y_maker(described[0], request, rank)
 
         def tail(operands: tuple, addresses: list) -> tuple[tuple, object]:
             factors = (self.scaling, *addresses[len(ROLES) :])
@@ -79,8 +79,8 @@ class _LowRank(_Base):
 
         return OnHopper(plan, shape, tail)
 
-    def _y_maker(self, device, request: Request, rank: int) -> tuple[Callable, int]:
-        """Return a function that makes y = x @ a in a workspace and returns that and its address; and the row stride."""
+    def _y_maker(self, device, request: Request, rank: int) -> tuple[int, Callable]:
+        """Return y's row stride, and a function that makes y = x @ a in a workspace and returns it and its address."""
         y_row = -(-rank // 4) * 4  # rows on 16-byte boundaries
         shape = (*request.arrays["a"].shape[:-1], y_row)
 
@@ -90,7 +90,7 @@ class _LowRank(_Base):
             self._step((x, a, y[..., :rank], *_NOTHING[1:]))
             return y, address
 
-        return make_y, y_row
+        return y_row, make_y
 
     def configure(self, device, request: Request, problem: Problem) -> LoraConfig:
         rank = request.arrays["lora_a"].shape[1]
@@ -113,7 +113,7 @@ class _LowRank(_Base):
 
         else:
             kernel = READING[problem.kind].kernel(device, **choices, lora_a_k_major=True, access_lora_a=16)
-            make_y, y_row = self._y_maker(device, request, rank)
+            y_row, make_y = self._y_maker(device, request, rank)
 
             def tail(operands: tuple, addresses: list) -> tuple[bytes, object]:
                 y, y_address = make_y(operands)

@@ -348,7 +348,7 @@ def test_errors(device):
         (
             ValueError,
             "gemm: b must have batch axes",
-            lambda: gemm(np.zeros((2, 4, 6), a.dtype), np.zeros((3, 6, 8), a.dtype)),
+            lambda: gemm(put(np.zeros((2, 4, 6), a.dtype)), put(np.zeros((3, 6, 8), a.dtype))),
         ),
     ]:
         with pytest.raises(error) as raised:

@@ -19,11 +19,12 @@ struct MmaTile : Shape {
     using LoaderA = OperandLoader<T, BLOCK_M, BLOCK_K, kAKMajor, ACCESS_A, THREADS>;
     using LoaderB = OperandLoader<T, BLOCK_N, BLOCK_K, kBKMajor, ACCESS_B, THREADS, GATE>;
     using ReaderA = FragmentReader<T, typename LoaderA::Tile, kAKMajor>;
-    using ReaderB = FragmentReader<T, typename LoaderB::Tile, kBKMajor>;
+    using ReaderB = FragmentReader<T, typename LoaderB::Tile, kBKMajor, true>;
     using Accumulators = Accumulator<T>[ATOMS_M][ATOMS_N][4];
 
     static constexpr int A_BYTES = LoaderA::Tile::BYTES, B_BYTES = LoaderB::Tile::BYTES;
-    static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && BLOCK_K % Atom::K == 0, "warps hold whole atom pairs");
+    static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "warps hold whole atom pairs");
+    static_assert(BLOCK_K % (2 * Atom::K) == 0, "fragments of B alternate between two sets, across stages too");
 };
 
 // What may travel with the ring: it has a slice of every stage, is filled with it, and sees A's fragments. The
@@ -38,38 +39,48 @@ struct NoRider {
 template <class Tile, class Rider = NoRider>
 constexpr int stage_bytes = Tile::A_BYTES + Tile::B_BYTES + Rider::BYTES;
 
-// acc += this stage's A @ B. Fragments of the next atom are read while the current one multiplies.
-template <class Tile, class Rider>
-__device__ inline void multiply_stage(typename Tile::Accumulators& acc, const typename Tile::ReaderA& reader_a,
-                                      const typename Tile::ReaderB& reader_b, Rider& rider, uint32_t stage) {
-    using Register = typename Tile::Register;
-    Register a[2][Tile::ATOMS_M][4];
-    Register b[2][Tile::ATOMS_N / 2][4];
-    const uint32_t stage_b = stage + Tile::A_BYTES, stage_rider = stage_b + Tile::B_BYTES;
+// The fragments that a warp multiplies next, and the product. Those of the following step along K are read meanwhile:
+// B's into a second set, A's in place, row by row of atoms, as soon as a row is done with.
+template <class Tile> struct WarpProduct {
+    typename Tile::ReaderA reader_a;
+    typename Tile::ReaderB reader_b;
+    typename Tile::Register a[Tile::ATOMS_M][4], b[2][Tile::ATOMS_N / 2][4];
 
-    auto read = [&](int k_step) {
-#pragma unroll
-        for (int i = 0; i < Tile::ATOMS_M; ++i) reader_a.load(a[k_step % 2][i], stage, i, k_step);
-#pragma unroll
-        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) reader_b.load(b[k_step % 2][j], stage_b, j, k_step);
-    };
+    __device__ explicit WarpProduct(int thread)
+        : reader_a(thread / kWarpSize / Tile::WARPS_N * Tile::WARP_M, thread % kWarpSize),
+          reader_b(thread / kWarpSize % Tile::WARPS_N * Tile::WARP_N, thread % kWarpSize) {}
 
-    read(0);
+    __device__ void read_a(int i, uint32_t stage, int k_step) { reader_a.read(a[i], stage, i, k_step); }
+    __device__ void read_b(uint32_t stage, int k_step) {
 #pragma unroll
-    for (int k_step = 0; k_step < Tile::ATOMS_K; ++k_step) {
-        if (k_step + 1 < Tile::ATOMS_K) read(k_step + 1);
-        const auto& a_now = a[k_step % 2];
-        const auto& b_now = b[k_step % 2];
+        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) {
+            reader_b.read(b[k_step % 2][j], stage + Tile::A_BYTES, j, k_step);
+        }
+    }
+
+    __device__ void begin(uint32_t stage) {
+#pragma unroll
+        for (int i = 0; i < Tile::ATOMS_M; ++i) read_a(i, stage, 0);
+        read_b(stage, 0);
+    }
+
+    // acc += the step's product; next_step of next_stage follows.
+    __device__ void multiply(typename Tile::Accumulators& acc, int k_step, uint32_t next_stage, int next_step) {
+        auto& now = b[k_step % 2];
+        read_b(next_stage, next_step);
+#pragma unroll
+        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) reader_b.round(now[j]);
 #pragma unroll
         for (int i = 0; i < Tile::ATOMS_M; ++i) {
+            reader_a.round(a[i]);
 #pragma unroll
             for (int j = 0; j < Tile::ATOMS_N; ++j) {
-                Tile::Atom::multiply(acc[i][j], a_now[i], b_now[j / 2][j % 2], b_now[j / 2][j % 2 + 2]);
+                Tile::Atom::multiply(acc[i][j], a[i], now[j / 2][j % 2 * 2], now[j / 2][j % 2 * 2 + 1]);
             }
+            read_a(i, next_stage, next_step);
         }
-        rider.multiply(stage_rider, k_step, a_now);
     }
-}
+};
 
 // acc += A @ B over k_count elements of K. `ring` is the shared address of STAGES * stage_bytes, aligned to 128 bytes.
 // After it the ring is free for other use by all threads.
@@ -77,10 +88,7 @@ template <class Tile, class Rider>
 __device__ inline void multiply_tile(typename Tile::Accumulators& acc, typename Tile::LoaderA& loader_a,
                                      typename Tile::LoaderB& loader_b, Rider& rider, uint32_t ring, int k_count,
                                      int thread) {
-    const int warp = thread / kWarpSize, lane = thread % kWarpSize;
-    const typename Tile::ReaderA reader_a(warp / Tile::WARPS_N * Tile::WARP_M, lane);
-    const typename Tile::ReaderB reader_b(warp % Tile::WARPS_N * Tile::WARP_N, lane);
-
+    WarpProduct<Tile> product(thread);
     auto fetch = [&](uint32_t stage, int block) {
         const int k_left = k_count - block * Tile::BLOCK_K;
         loader_a.fetch(stage, k_left);
@@ -92,8 +100,18 @@ __device__ inline void multiply_tile(typename Tile::Accumulators& acc, typename 
         loader_b.store(stage + Tile::A_BYTES);
         rider.store(stage + Tile::A_BYTES + Tile::B_BYTES);
     };
-    auto multiply = [&](uint32_t stage) { multiply_stage<Tile>(acc, reader_a, reader_b, rider, stage); };
-    run_ring<Tile::STAGES, stage_bytes<Tile, Rider>>(ring, ceil_div(k_count, Tile::BLOCK_K), fetch, store, multiply);
+    auto begin = [&](uint32_t stage) { product.begin(stage); };
+    auto multiply = [&](uint32_t stage) {
+        const uint32_t stage_rider = stage + Tile::A_BYTES + Tile::B_BYTES;
+#pragma unroll
+        for (int k_step = 0; k_step < Tile::ATOMS_K; ++k_step) {
+            rider.multiply(stage_rider, k_step, product.a);
+            if (k_step + 1 < Tile::ATOMS_K) product.multiply(acc, k_step, stage, k_step + 1);
+        }
+    };
+    auto finish = [&](uint32_t next) { product.multiply(acc, Tile::ATOMS_K - 1, next, 0); };
+    run_ring<Tile::STAGES, stage_bytes<Tile, Rider>>(ring, ceil_div(k_count, Tile::BLOCK_K), fetch, store, begin,
+                                                     multiply, finish);
 }
 
 }  // namespace rawops

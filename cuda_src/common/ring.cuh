@@ -14,12 +14,12 @@ template <int BLOCK_M_, int BLOCK_N_, int BLOCK_K_, int STAGES_, int WARPS_M_, i
 
 // For each of `blocks` slices: fetch(stage, block) starts the copies, store(stage) completes what went through
 // registers, multiply(stage) consumes. begin(stage) comes before the first; finish(next) ends each slice when the next
-// is there to be read, and nothing of this one is read any more: work left for it hides the wait.
-// fetch is also called for slices past the last one and must then read nothing: finish(next) may read the last such.
+// is there to be read and nothing of this one is read any more: what can be put off until then hides the wait.
+// fetch is also called for slices past the last one and must then read nothing: finish(next) may read the first such.
 // After it no copy is pending and all threads may reuse the ring.
 template <int STAGES, int STAGE_BYTES, class Fetch, class Store, class Begin, class Multiply, class Finish>
-__device__ inline void run_ring_ahead(uint32_t ring, int blocks, Fetch fetch, Store store, Begin begin,
-                                      Multiply multiply, Finish finish) {
+__device__ inline void run_ring(uint32_t ring, int blocks, Fetch fetch, Store store, Begin begin, Multiply multiply,
+                                Finish finish) {
     static_assert(STAGES >= 2, "one stage is read while the next is filled");
 #pragma unroll 1
     for (int block = 0; block < STAGES - 1; ++block) {
@@ -48,11 +48,11 @@ __device__ inline void run_ring_ahead(uint32_t ring, int blocks, Fetch fetch, St
     __syncthreads();
 }
 
-// The same without the two ends.
+// The same where nothing is put off.
 template <int STAGES, int STAGE_BYTES, class Fetch, class Store, class Multiply>
 __device__ inline void run_ring(uint32_t ring, int blocks, Fetch fetch, Store store, Multiply multiply) {
     auto nothing = [](uint32_t) {};
-    run_ring_ahead<STAGES, STAGE_BYTES>(ring, blocks, fetch, store, nothing, multiply, nothing);
+    run_ring<STAGES, STAGE_BYTES>(ring, blocks, fetch, store, nothing, multiply, nothing);
 }
 
 }  // namespace rawops
