@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,21 +26,21 @@ _SPAN = 128  # bytes of a swizzled row in shared memory
 _SLAB_BYTES = 4 * 16 * 32 * 4  # of a consumer's warps, for every finish but the plain one
 _MIN_STAGES, _MAX_STAGES = 3, 8
 _RASTER_ROWS = 8
-_GPC = 16  # SMs that a cluster can be placed on together
 
 # Costs in units of one column of one K block: what the tensor cores take for 128 x 1 x 64, 4 cycles.
 # Measured on an H200 at 4096 x 6144 x 4096 with tiles 128, 192 and 256 wide: a K block costs 31 columns more than it
 # has, for the copies of A. A tile costs its epilogue and the start of its main loop.
 _COST_OF_A = 32
 _COST_OF_TILE = 300
-_COST_OF_CLUSTER = 300  # its barriers, and the way of the partial sums to another SM, at
+_MEMORY_BYTES = 9800  # that all SMs together take in from the memory, and
+_SM_BYTES = 180  # one from the L2, half as much again where most others are idle
+_LATENCY = 550  # of a stage under way
+_COST_OF_CLUSTER = 300  # its barrier, and the way of the partial sums to other SMs, at
 _CLUSTER_BYTES = 80
-_SM_BYTES = 180  # that an SM takes in meanwhile, from the L2, and
-_MEMORY_BYTES = 9800  # that all SMs take in from the memory
 _COST_OF_RIDING = 10  # of lora_a's columns, beyond their number
 _COST_OF_READING = 900  # the launch of the product that makes x @ a first
 _COST_OF_SLICE = 100  # of sixteen ranks, beyond their products
-_COST_OF_SPLIT = 1750  # the second launch and the partial sums of split-K, and
+_COST_OF_SPLIT = 6000  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
 _TILE_CHOICES = {
@@ -198,25 +199,24 @@ class Config:
 
 
 def select_config(problem: Problem, sm_count: int, max_shared_bytes: int) -> Config:
-    """Choose the tile that finishes first; pure arithmetic, see `configure`."""
+    """Choose the tile that finishes first; pure arithmetic, see `_cost`."""
     step = 32 if problem.parts == 2 else 16
     if not problem.b_k_major:  # boxes of 64 columns
         step = 64 * problem.parts
-    block_m = 64 if problem.M <= 64 else 128
     if problem.rank:
         ways = [(cluster, False, rides) for cluster in (1, 2, 4, 8) for rides in (True, False)]
     else:
         ways = [(1, False, False), (1, True, False), (2, False, False), (4, False, False), (8, False, False)]
+    heights = (64,) if problem.M <= 64 else (64, 128) if problem.M <= 128 else (128,)
     candidates = []
-    for cluster, ping_pong, rides in ways:
-        if cluster > problem.k_blocks:
-            continue
-        unit = math.lcm(step, 16 * problem.parts * cluster)
-        widest = 256 if block_m == 64 or not (ping_pong or cluster > 1) else 128 if ping_pong else 192
-        candidates += [
-            configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)
-            for width in range(unit, widest + 1, unit)
-        ]
+    for block_m, (cluster, ping_pong, rides) in itertools.product(heights, ways):
+        if cluster <= problem.k_blocks:
+            unit = math.lcm(step, 16 * problem.parts * cluster)
+            widest = 128 if ping_pong and block_m == 128 else 256
+            candidates += [
+                configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)
+                for width in range(unit, widest + 1, unit)
+            ]
     fitting = [c for c in candidates if c.stages >= _MIN_STAGES]
     return min(fitting, key=lambda c: (c.cost, c.ping_pong, c.cluster, -c.block_n))
 
@@ -231,38 +231,50 @@ def configure(
     ping_pong: bool = False,
     rides: bool = False,
 ) -> Config:
-    """Complete a configuration with as many stages as fit, the order of tiles, and its cost.
-
-    Every SM works off ``waves = ceil(tiles / SMs)`` tiles, with clusters ``ceil(tiles / clusters at a time)``. A K
-    block of 128 rows takes ``block_n + 32``, one of 64 rows what its operands take to arrive; a wave takes at least
-    what the memory needs for its share of b, where reading rows of a again from the L2 counts a quarter. A tile takes
-    300 more, which hide behind main loops for all tiles but the last if consumers take turns (`ping_pong`).
-    """
+    """Complete a configuration with as many stages as fit, the order of tiles, and its cost."""
     tiles_m, tiles_n = -(-problem.M // block_m), -(-problem.N * problem.parts // block_n)
     tiles = tiles_m * tiles_n * problem.batches
-    at_a_time = max(sm_count // cluster if cluster <= 2 else sm_count // _GPC * (_GPC // cluster), 1)
-    waves = -(-tiles // at_a_time)
-    rows = min(problem.M, block_m)
-    columns = block_n + (problem.rank + _COST_OF_RIDING if rides else 0)
-    k_block = columns + _COST_OF_A if block_m == 128 else (columns + rows) * _SPAN // _SM_BYTES
-    main_loop = -(-problem.k_blocks // cluster) * k_block
-    finish = _COST_OF_TILE + problem.rank // 16 * (block_n // cluster * block_m // 128 + _COST_OF_SLICE)
-    if cluster > 1:
-        finish += _COST_OF_CLUSTER + block_m * columns * 4 // _CLUSTER_BYTES
-    if ping_pong:
-        main_loop, finish = max(main_loop, finish), finish // waves
-    memory = problem.batches * (problem.N * problem.parts + tiles_m * tiles_n * rows // 4) * problem.K * 2
-    cost = waves * finish
-    for wave in range(waves):
-        share = min(tiles - wave * at_a_time, at_a_time) / tiles
-        cost += max(main_loop, int(memory * share) // _MEMORY_BYTES)
-    if problem.rank and not rides:
-        cost += _COST_OF_READING + problem.batches * problem.M * problem.K * 2 // _MEMORY_BYTES
+    at_a_time = sm_count // cluster
+    if cluster > 2:  # the SMs that a cluster can be placed on together are not all a multiple of it
+        at_a_time = sm_count * 9 // 10 // cluster
+    waves = -(-tiles // max(at_a_time, 1))
     bands = -(-tiles_m // _RASTER_ROWS)
     blocks = tiles * cluster if cluster > 1 else min(tiles, sm_count)
-    config = Config(block_m, block_n, 0, cluster, ping_pong, rides, -(-tiles_m // bands), blocks, waves, cost)
+    config = Config(block_m, block_n, 0, cluster, ping_pong, rides, -(-tiles_m // bands), blocks, waves, 0)
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
-    return replace(config, stages=max(min(stages, _MAX_STAGES), 0))
+    config = replace(config, stages=max(min(stages, _MAX_STAGES), 0))
+    return replace(config, cost=_cost(problem, config, sm_count, tiles, max(at_a_time, 1)))
+
+
+def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time: int) -> int:
+    """Predict the time of a configuration.
+
+    A wave is as many tiles as there is room for at a time. It takes its main loop, but no less than the memory needs
+    for its share of b, where reading rows of a again from the L2 counts a quarter. A K block of 128 rows takes
+    ``block_n + 32``, one of 64 rows what its operands take to arrive. A tile takes 300 more, and what its part in a
+    cluster and its low-rank part take; that hides behind the main loop of the next if consumers take turns.
+    """
+    cluster, rows = config.cluster, min(problem.M, config.block_m)
+    columns = config.block_n + (problem.rank + _COST_OF_RIDING if config.rides else 0)
+    if config.block_m == 128:
+        k_block = columns + _COST_OF_A
+    else:
+        sm_bytes = _SM_BYTES * (1 if config.blocks > sm_count // 4 else 1.5)
+        k_block = max(int((columns + rows) * _SPAN / sm_bytes), _LATENCY // max(config.stages, 1))
+    main_loop = -(-problem.k_blocks // cluster) * k_block
+    slices = problem.rank // 16
+    finish = _COST_OF_TILE + slices * (config.block_n // cluster * config.block_m // 128 + _COST_OF_SLICE)
+    if cluster > 1:
+        finish += _COST_OF_CLUSTER + config.block_m * columns * 4 // _CLUSTER_BYTES
+    if config.ping_pong:
+        main_loop, finish = max(main_loop, finish), finish // config.waves
+    memory = (problem.batches * problem.N * problem.parts + tiles * rows // 4) * problem.K * 2 // _MEMORY_BYTES
+    cost = config.waves * finish
+    for wave in range(config.waves):
+        cost += max(main_loop, memory * min(tiles - wave * at_a_time, at_a_time) // tiles)
+    if problem.rank and not config.rides:
+        cost += _COST_OF_READING + problem.batches * problem.M * problem.K * 2 // _MEMORY_BYTES
+    return cost
 
 
 def wants_split(problem: Problem, config: Config, sm_count: int) -> bool:

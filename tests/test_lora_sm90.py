@@ -174,10 +174,9 @@ def test_what_tma_cannot_read_runs_elsewhere(rng):
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize("k_major", [True, False])
 def test_select_config(rank, k_major):
-    """x @ a rides where the memory is the limit, in tiles as wide as without; with many rows it is made before."""
+    """x @ a rides where the memory is the limit and so costs little; with many rows it is made before."""
     for M, N in ((1, 28672), (64, 28672), (64, 6144), (2048, 28672), (8192, 4096)):
         plain = sm90.select_config(sm90.Problem(M, N, 4096, b_k_major=k_major), **H200)
         config = sm90.select_config(sm90.Problem(M, N, 4096, b_k_major=k_major, rank=rank), **H200)
         assert config.rides == (M <= 64) and config.stages >= 3
-        assert config.waves <= plain.waves * 4 / 3
-        assert M > 64 or config.waves == 1
+        assert config.cost <= 1.25 * plain.cost
