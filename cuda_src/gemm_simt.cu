@@ -28,8 +28,8 @@ template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = fa
     static constexpr int PIECES_PER_ROW = (kKMajor ? K : MN) / WIDTH;  // a row of the operand, along ACCESS
     static constexpr int ROWS_PER_STEP = THREADS / PIECES_PER_ROW;
     static constexpr int STEPS = MN * K / WIDTH / THREADS;
-    static constexpr int EXTENT = kGated ? MN / 2 : MN;                // of the operand's MN
-    static constexpr int ROWS = kKMajor ? EXTENT : K;                  // evenly spaced
+    static constexpr int EXTENT = kGated ? MN / 2 : MN;  // of the operand's MN
+    static constexpr int ROWS = kKMajor ? EXTENT : K;    // evenly spaced
     static_assert(THREADS % PIECES_PER_ROW == 0 && MN * K % (WIDTH * THREADS) == 0, "all threads take whole pieces");
     static_assert(ROWS % ROWS_PER_STEP == 0 || STEPS == 1, "a step stays in one half");
 
@@ -117,7 +117,8 @@ template <class Tile, int COUNT> struct SimtReader {
 
 // Blocks on an SM that the registers must allow: 12 warps of up to 64 accumulators a thread, or 8 warps.
 template <class Shape>
-constexpr int simt_blocks = ceil_div(Shape::BLOCK_M * Shape::BLOCK_N <= 64 * Shape::THREADS ? 384 : 256, Shape::THREADS);
+constexpr int simt_blocks =
+    ceil_div(Shape::BLOCK_M * Shape::BLOCK_N / Shape::THREADS <= 64 ? 384 : 256, Shape::THREADS);
 
 template <class Shape, bool kAKMajor, bool kBKMajor, int ACCESS_A, int ACCESS_B, int kActivation>
 __global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)

@@ -17,7 +17,6 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) gemm_sm80(const __grid_cons
     const GemmCall& call = params.call;
     const GemmShape& shape = params.shape;
 
-    const int thread = threadIdx.x;
     const int cols = shape.epilogue.cols;
     const TileIndex tile = grouped_raster(blockIdx.x, ceil_div(shape.M, BLOCK_M), ceil_div(cols, TILE_COLS));
     const int m_begin = tile.m * BLOCK_M, n_begin = tile.n * TILE_COLS;
@@ -26,6 +25,8 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) gemm_sm80(const __grid_cons
     const int k_count = alpha == 0 ? 0 : min_of(shape.K - k_begin, shape.k_per_split);  // 0: a and b are not read
 
     for (int batch = blockIdx.z; batch < shape.batches; batch += gridDim.z) {
+        int thread;  // read for each batch, which keeps what the epilogue makes of it out of the main loop's registers
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         int index[3];
         shape.batch_index(batch, index);
         typename Tile::LoaderA loader_a(static_cast<const T*>(call.a) + shape.a.offset(index), shape.a.row, shape.a.col,

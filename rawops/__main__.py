@@ -8,10 +8,11 @@ import json
 import runpy
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import rawops
-from rawops._runtime import cache, compiler, sources
+from rawops._runtime import cache, checks, compiler, sources
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,6 +26,11 @@ def main(argv: list[str] | None = None) -> int:
     except (rawops.RawopsError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except (TypeError, ValueError) as error:
+        if traceback.extract_tb(error.__traceback__)[-1].name != checks.fail.__name__:
+            raise  # no answer to a wrong option or variable, but a defect
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,11 +150,7 @@ def _compile(options) -> int:
     archs = _archs(options, ("all",))
     start = time.perf_counter()
     lines = []
-    infos = rawops.kernels(archs, options.all)
-    empty = [arch for arch in archs if not any(arch in info.resources for info in infos)]
-    if empty:
-        raise rawops.UnsupportedError(f"compile: no kernel exists for {', '.join(empty)}")
-    for info in infos:
+    for info in rawops.kernels(archs, options.all):
         for arch, r in info.resources.items():
             if r.spill_bytes or r.warnings:
                 lines.append(

@@ -23,9 +23,12 @@ from rawops._gemm_operands import (
     Request,
     Sizes,
     check,
+    check_given,
+    check_options,
     describe,
     fold_batch,
     layout_of,
+    number,
     pack_shape,
 )
 from rawops._runtime import arrays, checks, dtypes
@@ -34,6 +37,7 @@ from rawops._runtime.kernel import Function
 ONE, ZERO = (0, 1.0, 0), (0, 0.0, 0)  # scalars as the kernels take them: address, value, type of the array
 
 _OUT = ROLES.index("out")
+_OPTIONAL = ("out", "c", "bias", "residual")
 _IN_PLACE = ("c", "residual")  # out may be one of these, entry for entry
 _MAX_GRID_Z = 65535
 _MAX_LAUNCHES = 4096  # of one product
@@ -41,26 +45,38 @@ _MAX_LAUNCHES = 4096  # of one product
 # --- scalars --------------------------------------------------------------------------------------------------------
 
 
-def scalars(function: str, alpha, beta, c) -> tuple[tuple, tuple]:
-    """Return alpha and beta as the kernels take them; without beta, c is not read."""
-    alpha = (0, alpha, 0) if type(alpha) is float else _scalar(function, "alpha", alpha)
-    beta = (0, beta, 0) if type(beta) is float else _scalar(function, "beta", beta)
+def scalars(function: str, alpha, beta, c, a) -> tuple[tuple, tuple]:
+    """Return alpha and beta as the kernels take them; without beta, c is not read.
+
+    Of arrays these are the addresses: the caller holds on to alpha and beta until the launch is queued.
+    """
+    alpha = (0, alpha, 0) if type(alpha) is float else _address(function, "alpha", alpha, a)
+    beta = (0, beta, 0) if type(beta) is float else _address(function, "beta", beta, a)
     if c is None and beta != ZERO:
         checks.fail(ValueError, function, "c", "be given where beta is not 0", "None")
     return alpha, beta
 
 
-def _scalar(function: str, name: str, value) -> tuple[int, float, int]:
-    is_array = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
-    if isinstance(value, np.generic):
-        return 0, float(value), 0
-    if not is_array:
-        return 0, checks.number(function, name, value), 0
+def _address(function: str, name: str, value, a) -> tuple[int, float, int]:
+    value = scalar(function, name, value)
+    if type(value) is float:
+        return 0, value, 0
+    (a,), _ = arrays.take(function, a=a)
+    device = arrays.device_of(function, a=a, **{name: value})
+    return device.pointer(value), 0.0, SCALAR_TYPES.index(dtypes.name(value.dtype))
+
+
+def scalar(function: str, name: str, value):
+    """Return a number as a float, and a 0-d array as an array of its device."""
+    if isinstance(value, np.generic) and dtypes.is_dtype(value.dtype.name):  # bfloat16 is no number to Python
+        return number(function, name, value.astype(np.float64))
+    if not (hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")):
+        return number(function, name, value)
     (x,), _ = arrays.take(function, **{name: value})
     if x.ndim != 0:
         checks.fail(ValueError, function, name, "be a number or a 0-d array", f"shape {tuple(x.shape)}")
-    kind = SCALAR_TYPES.index(checks.dtype(function, name, x, SCALAR_TYPES))
-    return arrays.device_of(function, **{name: x}).pointer(x), 0.0, kind
+    checks.dtype(function, name, x, SCALAR_TYPES)
+    return x
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
@@ -117,6 +133,23 @@ class OnHopper:
         params = CALL.pack(a, b, *alpha, *addresses[2:6], *beta) + self.shape
         low_rank, _kept = ((), None) if self.tail is None else self.tail(operands, addresses)
         self.plan.run(a, b, out, params, *low_rank)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """More batch axes than a kernel has: a product for each entry of the outermost one, with a key of its own."""
+
+    product: Product
+    batch: tuple[int, ...]
+
+    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        ndim = len(self.batch) + 2
+        for i in range(self.batch[0]):
+            entries = [
+                x if x is None or x.ndim < ndim else x[i if x.shape[0] > 1 else 0]
+                for x in operands[: len(self.product.roles)]
+            ]
+            self.product(tuple(entries), alpha, beta)
 
 
 @dataclass(frozen=True)
@@ -190,6 +223,7 @@ class Product:
     names: ClassVar[dict[str, str]] = {}  # what the user calls an operand, where that is not its role
 
     def __init__(self, function: str, options: Options, workspaces: dict | None = None) -> None:
+        check_options(function, options)
         self.function, self.options, self.workspaces = function, options, workspaces
         self._launches: dict[tuple, Launch] = {}
         self._last: tuple = (None, None)
@@ -210,6 +244,7 @@ class Product:
         """Run on arrays that need conversion, or in the emulator, which is too slow itself to need a cache."""
         names = [self.names.get(role, role) for role in self.roles]
         named = dict(zip(names, operands, strict=True))
+        self._check_given(operands)
         converted, give = arrays.take(self.function, **named)
         device = arrays.device_of(self.function, **dict(zip(names, converted, strict=True)))
         operands = tuple(converted)
@@ -223,6 +258,7 @@ class Product:
         frozen = tuple(key)
         launch = self._launches.get(frozen)
         if launch is None:
+            self._check_given(operands)
             device = arrays.device_of(self.function, a=operands[0])
             launch = self.prepare(device, operands, addresses)
             if len(self._launches) >= _MAX_LAUNCHES:
@@ -230,6 +266,10 @@ class Product:
             self._launches[frozen] = launch
         self._last = key, launch
         return launch
+
+    def _check_given(self, operands: tuple) -> None:
+        named = zip(self.roles, operands, strict=True)
+        check_given(self.function, **{self.names.get(role, role): x for role, x in named if role not in _OPTIONAL})
 
     def _run(self, launch: Launch, operands: tuple, addresses: list, alpha: tuple, beta: tuple):
         out = operands[_OUT]
@@ -291,7 +331,10 @@ class Product:
     def _steps(self, device, request: Request, dtype: str, out_dtype: str, sizes: Sizes):
         described = describe(request, sizes, out_dtype)
         further = {role: described.pop(role) for role in self.roles[len(ROLES) :]}
-        M, extents = fold_batch(request, described, sizes)
+        folded = fold_batch(described, sizes)
+        if folded is None:
+            return Slices(self, sizes.batch)
+        M, extents = folded
         N, K, gate = sizes.N, sizes.K, sizes.gate
         a, b = described["a"], described["b"]
         a_k_major, access_a = layout_of(a, M, K, a.row, a.col, 0)

@@ -85,7 +85,83 @@ class Sizes:
         return self.cols if self.cols != self.N else 0
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
+# --- checks of what a call's arrays do not change ---------------------------------------------------------------------
+
+
+def check_options(function: str, options: Options) -> None:
+    """Check the options by themselves, and with the sizes of a plan."""
+    for name, allowed in (("activation", ACTIVATIONS), ("precision", (None, "tf32"))):
+        value = getattr(options, name)
+        checks.choice(function, name, value if isinstance(value, (str, type(None))) else type(value), allowed)
+    if options.split_k is not None:
+        split_count(function, options.split_k)
+    if options.sizes is not None:
+        _, N, _, dtype = options.sizes
+        if options.activation == "swiglu" and N % 2:
+            checks.fail(ValueError, function, "N", "be even for swiglu", N)
+        _check_precision(function, options.precision, dtype)
+        if options.out_dtype is not None:
+            _out_dtype(function, "out_dtype", options.out_dtype, dtype)
+
+
+def split_count(function: str, split_k) -> int:
+    return checks.int_range(function, "split_k", split_k, 1, 1024)
+
+
+def number(function: str, name: str, value) -> float:
+    """Return a real number as a float."""
+    try:
+        return checks.number(function, name, value)
+    except OverflowError:
+        pass
+    return checks.fail(ValueError, function, name, "fit a float", f"a larger {type(value).__name__}")
+
+
+def dtype_name(dtype) -> str:
+    """Return the name of a dtype, and the repr of what is none; None is none."""
+    try:
+        return repr(dtype) if dtype is None else dtypes.name(dtype)
+    except (TypeError, ValueError, AttributeError):
+        return repr(dtype)
+
+
+def check_given(function: str, **named) -> None:
+    for name, x in named.items():
+        if x is None:
+            checks.fail(ValueError, function, name, "be given", "None")
+
+
+def check_bias(function: str, x, dtype: str, N: int) -> None:
+    checks.dtype(function, "bias", x, _epilogue_dtypes(dtype))
+    checks.shape(function, "bias", x, (N,))
+
+
+def check_addend(function: str, role: str, x, dtype: str, target: tuple) -> None:
+    """Check c or the residual, which broadcasts to `target`."""
+    checks.dtype(function, role, x, _epilogue_dtypes(dtype))
+    trailing = target[len(target) - x.ndim :] if x.ndim <= len(target) else None
+    fits = trailing and all(have in (1, want) for have, want in zip(x.shape, trailing, strict=True))
+    if x.ndim < 2 or not fits:
+        checks.fail(ValueError, function, role, f"broadcast to shape {target}", f"shape {tuple(x.shape)}")
+
+
+def _epilogue_dtypes(dtype: str) -> tuple[str, ...]:
+    return (dtype,) if dtype in ("float32", "float64") else (dtype, "float32")
+
+
+def _check_precision(function: str, precision: str | None, dtype: str) -> None:
+    if precision == "tf32" and dtype != "float32":
+        checks.fail(ValueError, function, "precision", f"be None for {dtype}", repr(precision), "TF32 rounds float32.")
+
+
+def _out_dtype(function: str, argument: str, wanted, dtype: str) -> str:
+    name, allowed = dtype_name(wanted), tuple(dict.fromkeys((dtype, "float32")))
+    if name not in allowed:
+        checks.fail(TypeError, function, argument, f"be {' or '.join(allowed)} for {dtype} inputs", name)
+    return name
+
+
+# --- checks of a call -----------------------------------------------------------------------------------------------
 
 
 def check(request: Request) -> tuple[str, str, Sizes]:
@@ -95,12 +171,10 @@ def check(request: Request) -> tuple[str, str, Sizes]:
     if options.sizes is not None:
         _check_plan(request, *options.sizes)
     dtype = _check_operands(request)
-    if options.split_k is not None:
-        checks.int_range(request.function, "split_k", options.split_k, 1, 1024)
     N = b.shape[-1]
     cols = N // 2 if options.activation == "swiglu" else N
     sizes = Sizes(a.shape[-2], N, a.shape[-1], cols, _broadcast_batch(request))
-    out_dtype = _out_dtype(request, dtype)
+    out_dtype = _result_dtype(request, dtype)
     _check_epilogue(request, dtype, sizes)
     return dtype, out_dtype, sizes
 
@@ -119,13 +193,9 @@ def _check_operands(request: Request) -> str:
     if a.shape[-1] != b.shape[-2]:
         rule = f"have {a.shape[-1]} rows, as a has columns"
         request.fail(ValueError, "b", rule, f"shapes {tuple(a.shape)} @ {tuple(b.shape)}", "Transpose it?")
-    checks.choice(function, "activation", options.activation, ACTIVATIONS)
     if options.activation == "swiglu" and b.shape[-1] % 2:
         request.fail(ValueError, "b", "have an even number of columns for swiglu", b.shape[-1])
-    checks.choice(function, "precision", options.precision, (None, "tf32"))
-    if options.precision == "tf32" and dtype != "float32":
-        rule, got = f"be None for {dtype}", repr(options.precision)
-        checks.fail(ValueError, function, "precision", rule, got, "TF32 rounds float32.")
+    _check_precision(function, options.precision, dtype)
     return dtype
 
 
@@ -149,17 +219,10 @@ def _broadcast_batch(request: Request) -> tuple[int, ...]:
     return batch
 
 
-def _out_dtype(request: Request, dtype: str) -> str:
+def _result_dtype(request: Request, dtype: str) -> str:
     given, out = request.options.out_dtype, request.arrays["out"]
     wanted = given if given is not None else out.dtype if out is not None else dtype
-    try:
-        name = dtypes.name(wanted)
-    except (TypeError, AttributeError):
-        name = repr(wanted)
-    allowed = tuple(dict.fromkeys((dtype, "float32")))
-    if name not in allowed:
-        argument = "out_dtype" if given is not None else "out"
-        checks.fail(TypeError, request.function, argument, f"be {' or '.join(allowed)} for {dtype} inputs", name)
+    name = _out_dtype(request.function, "out" if given is None else "out_dtype", wanted, dtype)
     if out is not None:
         checks.dtype(request.function, "out", out, (name,), "out and out_dtype name the same type.")
     return name
@@ -167,23 +230,28 @@ def _out_dtype(request: Request, dtype: str) -> str:
 
 def _check_epilogue(request: Request, dtype: str, sizes: Sizes) -> None:
     function, arrays = request.function, request.arrays
-    allowed = tuple(dict.fromkeys((dtype, "float32"))) if dtype != "float64" else (dtype,)
     for role, target in (("c", (*sizes.batch, sizes.M, sizes.N)), ("residual", sizes.result)):
-        x = arrays[role]
-        if x is not None:
-            checks.dtype(function, role, x, allowed)
-            trailing = target[len(target) - x.ndim :] if x.ndim <= len(target) else None
-            fits = trailing and all(have in (1, want) for have, want in zip(x.shape, trailing, strict=True))
-            if x.ndim < 2 or not fits:
-                checks.fail(ValueError, function, role, f"broadcast to shape {target}", f"shape {tuple(x.shape)}")
+        if arrays[role] is not None:
+            check_addend(function, role, arrays[role], dtype, target)
     if arrays["bias"] is not None:
-        checks.dtype(function, "bias", arrays["bias"], allowed)
-        checks.shape(function, "bias", arrays["bias"], (sizes.N,))
+        check_bias(function, arrays["bias"], dtype, sizes.N)
     out = arrays["out"]
     if out is not None:
         checks.shape(function, "out", out, sizes.result)
-        if any(s == 0 and extent > 1 for s, extent in zip(out.strides, out.shape, strict=True)):
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            checks.fail(ValueError, function, "out", "be writeable", "a read-only array")
+        if out.size and not _nests(out):
             checks.fail(ValueError, function, "out", "have entries of its own", f"strides {tuple(out.strides)}")
+
+
+def _nests(x) -> bool:
+    """Tell whether each axis steps over all that the smaller steps reach: then no two entries share memory."""
+    reach = x.dtype.itemsize
+    for step, extent in sorted((abs(s), extent) for s, extent in zip(x.strides, x.shape, strict=True) if extent > 1):
+        if step < reach:
+            return False
+        reach += step * (extent - 1)
+    return True
 
 
 # --- descriptions ---------------------------------------------------------------------------------------------------
@@ -227,10 +295,10 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> Operand:
     return Operand(dtype, dtypes.itemsize(dtype), 0, row, col, batch)
 
 
-def fold_batch(request: Request, operands: dict[str, Operand], sizes: Sizes) -> tuple[int, tuple[int, int, int]]:
+def fold_batch(operands: dict[str, Operand], sizes: Sizes) -> tuple[int, tuple[int, int, int]] | None:
     """Merge batch axes that every operand steps through evenly, and those that only stack rows of a into M.
 
-    Returns M and three extents; the operands' batch strides change to match.
+    Returns M and three extents; the operands' batch strides change to match. None if more than three axes are left.
     """
     M = sizes.M
     stacked = [x for role, x in operands.items() if role != "bias"]
@@ -252,10 +320,7 @@ def fold_batch(request: Request, operands: dict[str, Operand], sizes: Sizes) -> 
             M *= extent
             merged.pop()
     if len(merged) > _MAX_BATCH_AXES:
-        extents = tuple(extent for extent, _ in merged)
-        hint = "Copy the operands into contiguous arrays, or loop over the first axis."
-        rule = f"have at most {_MAX_BATCH_AXES} batch axes that cannot be merged"
-        request.fail(ValueError, "a", rule, f"axes of {extents}", hint)
+        return None
     merged = [(1, [0] * len(stacked))] * (_MAX_BATCH_AXES - len(merged)) + merged
     for i, x in enumerate(stacked):
         x.batch = [strides[i] for _, strides in merged]

@@ -1,7 +1,7 @@
 """The host side of gemm_sm90.cu and lora_sm90.cu: what TMA can read, which tile, and the launch.
 
-`rawops.gemm` asks `supports` and, if so, keeps what `plan` returns. Operands are its `_Operand`s: strides in elements,
-`alignment` the address modulo 16, three batch axes.
+Callers ask `supports` and, if so, keep what `plan` returns. Operands are `Operand`s of _gemm_operands.py: strides in
+elements, `alignment` the address modulo 16, three batch axes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _RASTER_ROWS = 8
 _COST_OF_A = 32
 _COST_OF_TILE = 300
 _MEMORY_BYTES = 9800  # that all SMs together take in from the memory, and
-_SM_BYTES = 180  # one from the L2, half as much again where most others are idle
+_SM_BYTES = 180  # one from the L2, twice as much where most others are idle
+_COST_OF_MISSING_ROW = 5  # of a, which TMA fills with zeros
 _LATENCY = 550  # of a stage under way
 _COST_OF_CLUSTER = 300  # its barrier, and the way of the partial sums to other SMs, at
 _CLUSTER_BYTES = 80
 _COST_OF_RIDING = 10  # of lora_a's columns, beyond their number
 _COST_OF_READING = 900  # the launch of the product that makes x @ a first
 _COST_OF_SLICE = 100  # of sixteen ranks, beyond their products
-_COST_OF_SPLIT = 6000  # the second launch and the partial sums of split-K, and
+_COST_OF_SPLIT = 4400  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
 _TILE_CHOICES = {
@@ -50,7 +51,7 @@ _TILE_CHOICES = {
     "block_n": tuple(range(16, 257, 16)),
     "stages": tuple(range(2, _MAX_STAGES + 1)),
 }
-_CLUSTER_CHOICES = {"cluster": (2, 4, 8)}
+_CLUSTERS = (2, 8)  # of four, too few find room at a time; of eight pays where there are few tiles
 _OPERAND_CHOICES = {
     "a_k_major": (True, False),
     "b_k_major": (True, False),
@@ -94,10 +95,10 @@ SM90 = _spec(
 SM90_CLUSTER = _spec(
     "gemm_sm90.cu",
     "gemm_sm90_cluster",
-    {**_TILE_CHOICES, **_CLUSTER_CHOICES, **_OPERAND_CHOICES},
+    {**_TILE_CHOICES, "cluster": _CLUSTERS, **_OPERAND_CHOICES},
     ("bfloat16", "bfloat16", 128, 128, 5, 2, True, True, 0, PLAIN),
-    ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 5, STAGED),
-    ("bfloat16", "bfloat16", 64, 256, 4, 8, True, False, 0, PLAIN),
+    ("bfloat16", "bfloat16", 64, 128, 7, 2, True, True, 5, STAGED),
+    ("bfloat16", "bfloat16", 64, 128, 8, 8, True, False, 0, PLAIN),
 )
 LORA = _spec(
     "lora_sm90.cu",
@@ -112,8 +113,8 @@ LORA = _spec(
 LORA_CLUSTER = _spec(
     "lora_sm90.cu",
     "lora_sm90_cluster",
-    {**_TILE_CHOICES, **_CLUSTER_CHOICES, **_OPERAND_CHOICES, **_LOW_RANK_CHOICES},
-    ("bfloat16", "bfloat16", 64, 128, 6, 4, True, True, 0, PLAIN, 32, True, True, True),
+    {**_TILE_CHOICES, "cluster": _CLUSTERS, **_OPERAND_CHOICES, **_LOW_RANK_CHOICES},
+    ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 0, PLAIN, 32, True, True, True),
 )
 _LOW_RANK_CALL = ParamStruct(
     "LowRankCall", a="tensormap", b="tensormap", y="pointer", y_row="int64", rank="int32", scaling="float32"
@@ -192,7 +193,7 @@ class Config:
         if problem.rank:
             staging = max(staging, 2 * share * problem.parts * 64)  # sixteen ranks of lora_b in TF32, twice
         slabs = 0 if problem.finish == PLAIN else _SLAB_BYTES
-        return problem.rank * share * problem.parts * 2 + self.consumers * (staging + slabs) + 40
+        return problem.rank * share * problem.parts * 2 + self.consumers * (staging + slabs) + 32
 
     def shared_bytes(self, problem: Problem) -> int:
         return self.stages * self.stage_bytes(problem) + self.other_bytes(problem)
@@ -204,15 +205,15 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int) -> Con
     if not problem.b_k_major:  # boxes of 64 columns
         step = 64 * problem.parts
     if problem.rank:
-        ways = [(cluster, False, rides) for cluster in (1, 2, 4, 8) for rides in (True, False)]
+        ways = [(cluster, False, rides) for cluster in (1, *_CLUSTERS) for rides in (True, False)]
     else:
-        ways = [(1, False, False), (1, True, False), (2, False, False), (4, False, False), (8, False, False)]
+        ways = [(1, False, False), (1, True, False), *((cluster, False, False) for cluster in _CLUSTERS)]
     heights = (64,) if problem.M <= 64 else (64, 128) if problem.M <= 128 else (128,)
     candidates = []
     for block_m, (cluster, ping_pong, rides) in itertools.product(heights, ways):
         if cluster <= problem.k_blocks:
             unit = math.lcm(step, 16 * problem.parts * cluster)
-            widest = 128 if ping_pong and block_m == 128 else 256
+            widest = 256 if block_m == 64 or not (ping_pong or cluster > 1) else 128 if ping_pong else 192
             candidates += [
                 configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)
                 for width in range(unit, widest + 1, unit)
@@ -250,17 +251,19 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     """Predict the time of a configuration.
 
     A wave is as many tiles as there is room for at a time. It takes its main loop, but no less than the memory needs
-    for its share of b, where reading rows of a again from the L2 counts a quarter. A K block of 128 rows takes
-    ``block_n + 32``, one of 64 rows what its operands take to arrive. A tile takes 300 more, and what its part in a
-    cluster and its low-rank part take; that hides behind the main loop of the next if consumers take turns.
+    for its share of b: up to a quarter more the more SMs are idle, and rows of a that are read again from the L2 count
+    a quarter. A K block of 128 rows takes ``block_n + 32``, one of 64 rows what its operands take to arrive. A tile
+    takes 300 more, and what its part in a cluster and its low-rank part take; that hides behind the main loop of the
+    next if consumers take turns.
     """
     cluster, rows = config.cluster, min(problem.M, config.block_m)
     columns = config.block_n + (problem.rank + _COST_OF_RIDING if config.rides else 0)
     if config.block_m == 128:
         k_block = columns + _COST_OF_A
     else:
-        sm_bytes = _SM_BYTES * (1 if config.blocks > sm_count // 4 else 1.5)
-        k_block = max(int((columns + rows) * _SPAN / sm_bytes), _LATENCY // max(config.stages, 1))
+        sm_bytes = _SM_BYTES if config.blocks > sm_count // 8 else 2 * _SM_BYTES
+        missing = (config.block_m - rows) * _COST_OF_MISSING_ROW
+        k_block = max((columns + rows) * _SPAN // sm_bytes, _LATENCY // max(config.stages, 1), missing)
     main_loop = -(-problem.k_blocks // cluster) * k_block
     slices = problem.rank // 16
     finish = _COST_OF_TILE + slices * (config.block_n // cluster * config.block_m // 128 + _COST_OF_SLICE)
@@ -269,6 +272,7 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     if config.ping_pong:
         main_loop, finish = max(main_loop, finish), finish // config.waves
     memory = (problem.batches * problem.N * problem.parts + tiles * rows // 4) * problem.K * 2 // _MEMORY_BYTES
+    memory += memory * (sm_count - config.blocks) // (4 * sm_count) if config.blocks < sm_count else 0
     cost = config.waves * finish
     for wave in range(config.waves):
         cost += max(main_loop, memory * min(tiles - wave * at_a_time, at_a_time) // tiles)
@@ -278,9 +282,11 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
 
 
 def wants_split(problem: Problem, config: Config, sm_count: int) -> bool:
-    """Tell whether so few SMs are busy that another kernel is faster, because it splits K over all of them."""
-    work = problem.k_blocks * -(-problem.M // 128) * problem.N * problem.parts * problem.batches
-    return _SPLIT_SLOWNESS * work / sm_count + _COST_OF_SPLIT < config.cost
+    """Tell whether another kernel is faster, because it splits K over all SMs or has tiles for the few rows of a."""
+    columns = problem.N * problem.parts * problem.batches
+    work = problem.k_blocks * -(-problem.M // 128) * columns
+    memory = (problem.M * problem.batches + columns) * problem.K * 2 // _MEMORY_BYTES
+    return _COST_OF_SPLIT + max(_SPLIT_SLOWNESS * work // sm_count, memory) < config.cost
 
 
 # --- from operands to a launch --------------------------------------------------------------------------------------

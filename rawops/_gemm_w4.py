@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from rawops._gemm_call import Product
 from rawops._gemm_config import CALL_FIELDS, LAYOUT_CHOICES, SHAPE_FIELDS, SWIGLU, Config, Problem
 from rawops._gemm_operands import ROLES, Operand, Options, Request, Sizes, check
@@ -247,8 +249,6 @@ def _check_weights(request: Request, b_dtype: str) -> None:
     a, b, scale, zero = arrays["a"], arrays["b"], arrays["scale_b"], arrays.get("zero_b")
     checks.dtype(function, "a", a, _DTYPES)
     checks.dtype(function, "b", b, ("uint8",), f"{b_dtype} weights come packed, two a byte: rawops.pack_int4.")
-    if scale is None:
-        request.fail(ValueError, "scale_b", f"be given for {b_dtype} weights", "None")
     checks.dtype(function, "scale_b", scale, _SCALE_DTYPES)
     for role, x in (("b", b), ("scale_b", scale)):
         if x.ndim != 2:
@@ -281,6 +281,8 @@ def pack_int4(q):
         Byte (i, n) has q[2i, n] in its low half and q[2i + 1, n] in its high half. For K-contiguous storage, pack
         the transpose's copy: ``pack_int4(q).T.copy().T``.
     """
+    if not isinstance(getattr(q, "dtype", None), np.dtype):
+        checks.fail(TypeError, "pack_int4", "q", "be a NumPy or CuPy array", type(q).__name__)
     if q.ndim != 2 or q.shape[0] % 2:
         checks.fail(ValueError, "pack_int4", "q", "have shape (K, N) with K even", tuple(q.shape))
     if q.dtype.kind not in "iu":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from rawops._gemm_call import ZERO, Product, scalars
+from rawops._gemm_call import ZERO, Product, scalar, scalars
 from rawops._gemm_config import DTYPES
-from rawops._gemm_operands import MAX_SIZE, Options
+from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_given, dtype_name, split_count
 from rawops._gemm_w4 import WeightProduct
-from rawops._runtime import checks, dtypes
+from rawops._runtime import arrays, checks
 
 
 @functools.lru_cache(maxsize=256)
@@ -26,6 +26,7 @@ def _product_of(function: str, options: Options, b_dtype: str | None, has_zeros:
 def _groups(function: str, b_dtype: str | None, scale_b, zero_b) -> tuple:
     """Return the operands that packed weights have beside the others."""
     if b_dtype is not None:
+        check_given(function, scale_b=scale_b)
         return (scale_b,) if zero_b is None else (scale_b, zero_b)
     for name, x in (("scale_b", scale_b), ("zero_b", zero_b)):
         if x is not None:
@@ -101,12 +102,18 @@ def gemm(
     ``b = (q - zero_b) * scale_b``. Side by side along N, on 4-byte boundaries, they are fastest. Weights are not
     rounded to a's dtype: a group's products with q - zero are exact, added up in float32, and scaled in float32.
     """
-    alpha, beta = scalars("gemm", alpha, beta, c)
-    if beta == ZERO:
+    packed_alpha, packed_beta = scalars("gemm", alpha, beta, c, a)
+    if packed_beta == ZERO:
         c = None
     groups = _groups("gemm", b_dtype, scale_b, zero_b)
-    product = _product(b_dtype, zero_b is not None, activation, out_dtype, precision, split_k)
-    return product((a, b, out, c, bias, residual, *groups), alpha, beta)
+    if split_k is not None and type(split_k) is not int:
+        split_k = split_count("gemm", split_k)  # since 2.0 and True would find the products of 2 and 1
+    options = (b_dtype, zero_b is not None, activation, out_dtype, precision, split_k)
+    try:
+        product = _product(*options)
+    except TypeError:  # what cannot be hashed is no option: the checks say so
+        product = _product.__wrapped__(*options)
+    return product((a, b, out, c, bias, residual, *groups), packed_alpha, packed_beta)
 
 
 class Gemm:
@@ -144,17 +151,27 @@ class Gemm:
         deterministic: bool = False,
     ) -> None:
         sizes = (checks.int_range("Gemm", n, v, 0, MAX_SIZE) for n, v in (("M", M), ("N", N), ("K", K)))
-        plan = (*sizes, checks.choice("Gemm", "dtype", dtypes.name(dtype), DTYPES))
+        plan = (*sizes, checks.choice("Gemm", "dtype", dtype_name(dtype), DTYPES))
         options = Options(activation, out_dtype, precision, split_k, plan)
         self._product = _product_of("Gemm", options, b_dtype, zero_b is not None, workspaces={})
         self._groups = _groups("Gemm", b_dtype, scale_b, zero_b)
-        self._alpha, self._beta, self._bias, self._residual = alpha, beta, bias, residual
+        self._alpha, self._beta = scalar("Gemm", "alpha", alpha), scalar("Gemm", "beta", beta)
+        (self._bias, self._residual), _ = arrays.take("Gemm", bias=bias, residual=residual)
+        self._check_epilogue(*plan)
+
+    def _check_epilogue(self, M: int, N: int, K: int, dtype: str) -> None:
+        bias, residual = self._bias, self._residual
+        if bias is not None:
+            check_bias("Gemm", bias, dtype, N)
+        if residual is not None:
+            cols = N // 2 if self._product.options.activation == "swiglu" else N
+            check_addend("Gemm", "residual", residual, dtype, (*residual.shape[:-2], M, cols))
 
     def __call__(self, a, b, c=None, *, bias=None, residual=None, out=None):
         """Run the plan; `bias` and `residual` given here stand in for those of the plan."""
         bias = self._bias if bias is None else bias
         residual = self._residual if residual is None else residual
-        alpha, beta = scalars("Gemm", self._alpha, self._beta, c)
+        alpha, beta = scalars("Gemm", self._alpha, self._beta, c, a)
         if beta == ZERO:
             c = None
         return self._product((a, b, out, c, bias, residual, *self._groups), alpha, beta)

@@ -19,8 +19,8 @@ from typing import ClassVar
 
 from rawops import _gemm_sm90
 from rawops._gemm_call import ONE, Launch, OnHopper, Product
-from rawops._gemm_config import ACTIVATIONS, DTYPES, SWIGLU, Problem
-from rawops._gemm_operands import ROLES, Options, Request, layout_of
+from rawops._gemm_config import DTYPES, SWIGLU, Problem
+from rawops._gemm_operands import ROLES, Options, Request, check_bias, check_given, layout_of, number
 from rawops._lora_config import LOW_RANK, READING, RIDING, LoraConfig, select_config, shared_bytes
 from rawops._runtime import arrays, checks, dtypes
 
@@ -39,16 +39,17 @@ class _LowRank(_Base):
     roles = (*ROLES, "lora_a", "lora_b")
 
     def __init__(self, function: str, activation: str | None, scaling: float, workspaces: dict | None = None) -> None:
-        options = Options(checks.choice(function, "activation", activation, ACTIVATIONS))
+        options = Options(activation)
         super().__init__(function, options, workspaces)
-        self.scaling = checks.number(function, "scaling", scaling)
+        self.scaling = number(function, "scaling", scaling)
         self._base = _Base(function, options, workspaces)
         self._step = Product(function, Options(), workspaces)
 
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
         x, c, *_, a, b = operands
         _check_weights(self.function, c, a, b)
-        _check_input(self.function, x, c, self.options.activation)
+        _check_columns(self.function, c, self.options.activation)
+        _check_input(self.function, x, c)
         is_plain, is_wide = a.shape[1] == 0 or self.scaling == 0, c.dtype.itemsize > 2
         if not is_plain and not is_wide:
             return super().prepare(device, operands, addresses)
@@ -141,13 +142,34 @@ def _check_weights(function: str, c, a, b) -> None:
     checks.shape(function, "b", b, (rank, N), "b is (rank, N) for a (K, rank) and c (K, N): transpose it?")
 
 
-def _check_input(function: str, x, c, activation) -> None:
+def _check_columns(function: str, c, activation: str | None) -> None:
+    if activation == "swiglu" and c.shape[1] % 2:
+        checks.fail(ValueError, function, "c", "have an even number of columns for swiglu", c.shape[1])
+
+
+def _check_input(function: str, x, c) -> None:
     checks.dtype(function, "x", x, (c.dtype.name,), "x, c, a and b have one dtype; convert one of them.")
     if x.ndim < 2 or x.shape[-1] != c.shape[0]:
         rule = f"have shape (..., M, {c.shape[0]}), as c has {c.shape[0]} rows"
         checks.fail(ValueError, function, "x", rule, f"shape {tuple(x.shape)}")
-    if activation == "swiglu" and c.shape[1] % 2:
-        checks.fail(ValueError, function, "c", "have an even number of columns for swiglu", c.shape[1])
+
+
+def _peft_matrices(**named) -> list:
+    """Convert and check the weight, lora_a and lora_b of `FusedLoRA.from_peft`, under these names."""
+    function = "FusedLoRA.from_peft"
+    check_given(function, **named)
+    matrices, _ = arrays.take(function, **named)
+    arrays.device_of(function, **dict(zip(named, matrices, strict=True)))
+    dtype = checks.dtype(function, "weight", matrices[0], DTYPES)
+    for name, x in zip(named, matrices, strict=True):
+        checks.dtype(function, name, x, (dtype,), "All three have one dtype; convert one of them.")
+        if x.ndim != 2:
+            checks.fail(ValueError, function, name, "have 2 dimensions", f"shape {tuple(x.shape)}")
+    (rows, cols), rank = matrices[0].shape, matrices[1].shape[0]
+    hint = f"The weight is (out_features, in_features) = ({rows}, {cols}): transpose it?"
+    checks.shape(function, "lora_a", matrices[1], (rank, cols), hint)
+    checks.shape(function, "lora_b", matrices[2], (rows, rank), hint)
+    return matrices
 
 
 def lora_linear(x, c, a, b, *, scaling: float = 1.0, bias=None, residual=None, activation: str | None = None, out=None):
@@ -195,8 +217,12 @@ def lora_linear(x, c, a, b, *, scaling: float = 1.0, bias=None, residual=None, a
     call gives the same bits. To capture it in a CUDA graph, use `FusedLoRA` with ``out=``.
     """
     if type(scaling) is not float:
-        scaling = checks.number("lora_linear", "scaling", scaling)
-    return _product(activation, scaling)((x, c, out, None, bias, residual, a, b))
+        scaling = number("lora_linear", "scaling", scaling)
+    try:
+        product = _product(activation, scaling)
+    except TypeError:  # what cannot be hashed is no activation: the checks say so
+        product = _product.__wrapped__(activation, scaling)
+    return product((x, c, out, None, bias, residual, a, b))
 
 
 class FusedLoRA:
@@ -218,10 +244,14 @@ class FusedLoRA:
     """
 
     def __init__(self, c, a, b, scaling: float = 1.0, *, bias=None, activation: str | None = None) -> None:
+        check_given("FusedLoRA", c=c, a=a, b=b)
         (self.c, self.a, self.b, self.bias), _ = arrays.take("FusedLoRA", c=c, a=a, b=b, bias=bias)
         arrays.device_of("FusedLoRA", c=self.c, a=self.a, b=self.b, bias=self.bias)
         _check_weights("FusedLoRA", self.c, self.a, self.b)
         self._product = _LowRank("FusedLoRA", activation, scaling, workspaces={})
+        _check_columns("FusedLoRA", self.c, activation)
+        if self.bias is not None:
+            check_bias("FusedLoRA", self.bias, self.c.dtype.name, self.c.shape[1])
 
     @property
     def scaling(self) -> float:
@@ -243,13 +273,8 @@ class FusedLoRA:
         **keywords
             `bias` and `activation`.
         """
-        named = {"weight": weight, "lora_a": lora_a, "lora_b": lora_b}
-        matrices, _ = arrays.take("FusedLoRA.from_peft", **named)
-        for name, x in zip(named, matrices, strict=True):
-            if x.ndim != 2:
-                checks.fail(ValueError, "FusedLoRA.from_peft", name, "have 2 dimensions", f"shape {tuple(x.shape)}")
-        weight, lora_a, lora_b = matrices
-        alpha, rank = checks.number("FusedLoRA.from_peft", "lora_alpha", lora_alpha), lora_a.shape[0]
+        weight, lora_a, lora_b = _peft_matrices(weight=weight, lora_a=lora_a, lora_b=lora_b)
+        alpha, rank = number("FusedLoRA.from_peft", "lora_alpha", lora_alpha), lora_a.shape[0]
         scaling = alpha / (math.sqrt(rank) if use_rslora else rank) if rank else 0.0
         return cls(weight.T, lora_a.T, lora_b.T, scaling, **keywords)
 

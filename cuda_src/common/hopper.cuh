@@ -114,8 +114,11 @@ __device__ inline void tma_store(const TensorMap& map, const TensorCoordinates& 
 
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until this thread's committed stores have read their source, which may then be written again or be given up.
+// Waits until this thread's committed stores have read their source, which may then be written again.
 __device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Waits until this thread's committed stores are complete.
+__device__ inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Orders this thread's writes to shared memory before what TMA or wgmma reads there after the next barrier.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -147,34 +150,34 @@ __device__ inline int cluster_rank() {
     return rank;
 }
 
-// The barrier of all threads of a cluster, by whole warps.
+// The barrier of all threads of a cluster, by whole warps. Arriving publishes what this thread has written to shared
+// memory; after waiting, what the others have published is there.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// Where the same variable lies in another block of the cluster.
-__device__ inline uint32_t address_in(int rank, uint32_t address) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
+__device__ inline void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
 }
 
-// Writes to another block of the cluster; the bytes count at the barrier there when they have arrived.
-__device__ inline void send(uint32_t address, const float (&values)[4], uint32_t barrier) {
+// Reads from where `address` lies in another block of the cluster.
+__device__ inline void load_from_rank(float (&values)[4], uint32_t address, int rank) {
     asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-        "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
+        "}"
+        : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+        : "r"(address), "r"(rank)
         : "memory");
 }
-
-// --- plain shared memory --------------------------------------------------------------------------------------------
 
 __device__ inline void store_shared(uint32_t address, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
-__device__ inline void load_shared(float (&values)[4], uint32_t address) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
-                 : "r"(address)
+__device__ inline void store_shared(uint32_t address, const float (&values)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values[0]), "f"(values[1]),
+                 "f"(values[2]), "f"(values[3])
                  : "memory");
 }
 

@@ -7,8 +7,8 @@
 // A block takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... The ring runs on from tile to tile: while the consumers
 // finish one, the first stages of the next arrive, and D leaves during the next main loop.
 //
-// A cluster works on one tile, each block on a slice of K. Then every block is sent a share of the columns of all
-// partial sums, adds them up in the order of the ranks, and finishes it.
+// A cluster works on one tile, each block on a slice of K. Then every block adds up a share of the columns from the
+// partial sums of all, in the order of their ranks, and finishes it.
 #pragma once
 #include "hopper_finish.cuh"
 #include "hopper_low_rank.cuh"
@@ -24,24 +24,21 @@ template <class Tile> struct Exchange {
     uint32_t ring, lora_b;
     RingBarriers<Tile::STAGES> barriers;
     RingBarriers<1> lora_b_barriers;
-    uint32_t turns, sums;  // two barriers; one that ends when the partial sums of the cluster have arrived
+    uint32_t turns;
 
     __device__ explicit Exchange(uint32_t shared)
         : ring(shared),
           lora_b(shared + Tile::LORA_B_AT),
           barriers{shared + Tile::BARRIERS_AT},
           lora_b_barriers{barriers.base + barriers.BYTES},
-          turns(lora_b_barriers.base + lora_b_barriers.BYTES),
-          sums(turns + 16) {}
+          turns(lora_b_barriers.base + lora_b_barriers.BYTES) {}
 
     // By one thread; a __syncthreads() must follow.
     __device__ void init() const {
         barrier_init(turns, 1);
         barrier_init(turns + 8, 1);
-        barrier_init(sums, 1);
         lora_b_barriers.init(Tile::CONSUMERS);
         barriers.init(Tile::kPingPong ? 1 : Tile::CONSUMERS);
-        if (Tile::CLUSTER > 1) barrier_arrive_expect(sums, Tile::SUMS_BYTES);
     }
 };
 
@@ -71,13 +68,11 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
     for (int index = schedule.first; index < schedule.count; index += schedule.step) {
         const Work work = schedule.at(index);
         const TensorCoordinates a = work.matrix_of(shape.a), b = work.matrix_of(shape.b);
-        int k_block = schedule.start(index);
 #pragma unroll 1
         for (int block = 0; block < schedule.k_blocks; ++block) {
             const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
             const uint32_t full = exchange.barriers.full(slot.stage);
-            const int k = (schedule.first_block + k_block) * Tile::BLOCK_K;
-            if (++k_block == schedule.k_blocks) k_block = 0;
+            const int k = (schedule.first_block + block) * Tile::BLOCK_K;
             barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
             barrier_arrive_expect(full, Tile::STAGE_BYTES);
             load_operand<Tile::kAKMajor, Tile::BLOCK_M>(stage, maps.a, a, work.m, k, full);
@@ -102,8 +97,8 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
     }
 }
 
-// acc = a @ b, and y = a @ lora_a if it rides, over the next k_blocks stages of the ring. One batch of products stays in flight: a
-// stage is let go when those of the next have been issued.
+// acc = a @ b, and y = a @ lora_a if it rides, over the next k_blocks stages. One batch of products stays in
+// flight: a stage is let go when those of the next have been issued.
 template <class Tile>
 __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typename Tile::LowRank::Accumulators& y,
                                        RingPosition<Tile::STAGES>& slot, int k_blocks, const Exchange<Tile>& exchange,
@@ -147,47 +142,46 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
     if constexpr (LowRank::kRides) hold(y);
 }
 
-// sum = the block's share of the columns of acc, added up over the cluster; y that rides is added up as a whole. The ring
-// lends its memory, so it must not run on to another tile.
+// sum = the block's share of the columns of acc, added up over the cluster; y that rides is added up as a whole. The
+// ring lends its memory, so it must not run on to another tile. All warps of the blocks take part in both barriers; the
+// last cluster_wait() is the caller's, before the block exits.
 template <class Tile>
 __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typename Tile::Accumulators& acc,
-                                      typename Tile::LowRank::Accumulators& y, const Exchange<Tile>& exchange,
-                                      const Consumer& self) {
-    constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize, CLUSTER = Tile::CLUSTER;
-    constexpr int PART = Tile::SHARE / 8, SHARE = Tile::PARTS * PART;  // in groups of four registers
-    constexpr int SENT = SHARE + Tile::Y_GROUPS;
-    const uint32_t thread = (self.number * kWarpGroupSize + self.thread) * 16;
-    auto place = [&](int rank, int group) { return (rank * SENT + group) * THREADS * 16 + thread; };
-    const int own = cluster_rank();
-
-    cluster_arrive();
-    cluster_wait();  // no product reads any of the rings any more
+                                      typename Tile::LowRank::Accumulators& y, uint32_t ring, const Consumer& self) {
+    constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize, GROUPS = Tile::BLOCK_N / 8;  // of four registers
+    constexpr int Y_GROUPS = Tile::LowRank::kRides ? Tile::LowRank::RANK / 8 : 0, SHARE_GROUPS = Tile::SHARE / 8;
+    const uint32_t own = ring + (self.number * kWarpGroupSize + self.thread) * 16;
+    auto place = [&](int group) { return own + group * THREADS * 16; };
+    auto add_up = [&](float (&values)[4], int group) {
 #pragma unroll
-    for (int rank = 0; rank < CLUSTER; ++rank) {
-        const uint32_t there = address_in(rank, exchange.ring), sums = address_in(rank, exchange.sums);
-#pragma unroll
-        for (int group = 0; group < SHARE; ++group) {
-            const int source = group / PART * (Tile::COLS / 8) + rank * PART + group % PART;
-            send(there + place(own, group), four(&acc[0][source * 4]), sums);
-        }
-#pragma unroll
-        for (int group = 0; group < Tile::Y_GROUPS; ++group) {
-            send(there + place(own, SHARE + group), four(&y[group * 4]), sums);
-        }
-    }
-    barrier_wait(exchange.sums, 0);
-#pragma unroll
-    for (int group = 0; group < SENT; ++group) {
-        auto& values = four(group < SHARE ? &sum[0][group * 4] : &y[(group - SHARE) * 4]);
-#pragma unroll
-        for (int rank = 0; rank < CLUSTER; ++rank) {
+        for (int rank = 0; rank < Tile::CLUSTER; ++rank) {
             float part[4];
-            load_shared(part, exchange.ring + place(rank, group));
+            load_from_rank(part, place(group), rank);
 #pragma unroll
             for (int i = 0; i < 4; ++i) values[i] = rank == 0 ? part[i] : values[i] + part[i];
         }
         hold(values);  // or more loads are under way than there are registers for
+    };
+
+    sync_group<3, THREADS>();  // no product of this block reads the ring any more
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        store_shared(place(group), four(&acc[0][group * 4]));
     }
+#pragma unroll
+    for (int group = 0; group < Y_GROUPS; ++group) {
+        store_shared(place(GROUPS + group), four(&y[group * 4]));
+    }
+    cluster_sync();  // the partial sums are there
+    const int first = cluster_rank() * SHARE_GROUPS;
+#pragma unroll
+    for (int group = 0; group < Tile::PARTS * SHARE_GROUPS; ++group) {
+        const int part = group / SHARE_GROUPS * (Tile::COLS / 8);
+        add_up(four(&sum[0][group * 4]), part + first + group % SHARE_GROUPS);
+    }
+#pragma unroll
+    for (int group = 0; group < Y_GROUPS; ++group) add_up(four(&y[group * 4]), GROUPS + group);
+    cluster_arrive();  // and have been read
 }
 
 // A consumer warpgroup: its tiles, one after the other.
@@ -231,16 +225,17 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
         };
         if constexpr (Tile::CLUSTER > 1) {
             typename Tile::Finished sum;
-            add_up_cluster<Tile>(sum, acc, y, exchange, self);
+            add_up_cluster<Tile>(sum, acc, y, exchange.ring, self);
             work.n += cluster_rank() * Tile::SHARE;
             finish(sum);
+            cluster_wait();
         } else {
             finish(acc);
         }
         slot.skip((TURNS - 1) * k_blocks);
         turn_phase ^= 1;
     }
-    if (self.leads()) tma_store_wait_read();
+    if (self.leads()) tma_store_wait();
 }
 
 // The body of the kernels. With a cluster, the grid has a block for every slice of every tile.
@@ -264,9 +259,10 @@ __device__ inline void run_gemm(const GemmMaps& maps, const GemmParams& params, 
     if (group == 0) {
         if constexpr (Tile::CONSUMERS == 2) release_registers<40>();
         if (threadIdx.x == 0) load_tiles<Tile>(maps, params.shape, low_rank, schedule, exchange);
-        if constexpr (Tile::CLUSTER > 1) {  // the barrier of add_up_cluster counts these warps, too
+        if constexpr (Tile::CLUSTER > 1) {  // the barriers of add_up_cluster count these warps, too
             __syncwarp();
-            cluster_arrive();
+            cluster_sync();
+            cluster_sync();
         }
     } else {
         if constexpr (Tile::CONSUMERS == 2) claim_registers<232>();

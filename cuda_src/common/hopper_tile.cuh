@@ -67,9 +67,6 @@ struct HopperTile {
     static constexpr int LORA_B_AT = STAGES * STAGE_BYTES, STAGING_AT = LORA_B_AT + LowRank::RANK * SHARE * PARTS * 2;
     static constexpr int SLABS_AT = STAGING_AT + CONSUMERS * STAGING_BYTES;
     static constexpr int BARRIERS_AT = SLABS_AT + CONSUMERS * 4 * SLAB_BYTES;
-    // What a cluster sends to each of its blocks, in place of the ring: accumulators, and those of y that rides.
-    static constexpr int Y_GROUPS = LowRank::kRides ? LowRank::RANK / 8 : 0;
-    static constexpr int SUMS_BYTES = CLUSTER * (SHARE * PARTS / 8 + Y_GROUPS) * CONSUMERS * kWarpGroupSize * 16;
 
     static_assert(BLOCK_M == 64 || BLOCK_M == 128, "one or two atoms");
     static_assert(COLS % (16 * CLUSTER) == 0, "stmatrix stores 16 columns");
@@ -78,7 +75,8 @@ struct HopperTile {
     static_assert(kFinish == kDirect || sizeof(Out) == 2, "staged elements have 16 bits");
     static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
     static_assert(!kPingPong || (CLUSTER == 1 && LowRank::RANK == 0), "these have one order of tiles for all");
-    static_assert(CLUSTER == 1 || SUMS_BYTES <= LORA_B_AT, "the ring holds partial sums");
+    static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::kRides * LowRank::RANK) * 4 <= LORA_B_AT,
+                  "the ring holds partial sums");
 };
 
 // One tile: its place in D, and the batch it belongs to.
@@ -124,10 +122,6 @@ public:
         work.n = tile.n * Tile::COLS;
         return work;
     }
-
-    // The block of K to begin with. Few rows of a are the same for all tiles: if all asked for the same entries at the
-    // same time, one slice of the L2 would serve them one after the other.
-    __device__ int start(int index) const { return Tile::BLOCK_M == 64 ? k_blocks * (index % 8) / 8 : 0; }
 
 private:
     const GemmShape& shape;

@@ -113,7 +113,7 @@ template <class T, class Tile, bool kKMajor, bool kPaired = false> struct Fragme
     int lane_offset;
 
     __device__ FragmentReader(int mn_begin, int lane) {
-        if constexpr (kLdmatrix) {  // the eight lanes lane / 8 give the rows of matrix lane / 8, of 8 MN x half an atom's K
+        if constexpr (kLdmatrix) {  // lane l gives row l % 8 of matrix l / 8, of 8 MN x half an atom's K
             const int mn = mn_half(lane / 8) * 8, k = k_half(lane / 8);
             lane_offset = kKMajor ? Tile::offset(mn_begin + mn + lane % 8, k * (Atom::K / 2))
                                   : Tile::offset(lane % 8 + k * 8, mn_begin + mn);

@@ -40,42 +40,47 @@ template <class Tile, class Rider = NoRider>
 constexpr int stage_bytes = Tile::A_BYTES + Tile::B_BYTES + Rider::BYTES;
 
 // The fragments that a warp multiplies next, and the product. Those of the following step along K are read meanwhile:
-// B's into a second set, A's in place, row by row of atoms, as soon as a row is done with.
+// A's in place, row by row of atoms, as soon as a row is done with, and B's into a second set. float64 has no registers
+// for that and replaces B in the last row, which takes long enough.
 template <class Tile> struct WarpProduct {
+    static constexpr int SETS = sizeof(typename Tile::T) == 8 ? 1 : 2;
+
     typename Tile::ReaderA reader_a;
     typename Tile::ReaderB reader_b;
-    typename Tile::Register a[Tile::ATOMS_M][4], b[2][Tile::ATOMS_N / 2][4];
+    typename Tile::Register a[Tile::ATOMS_M][4], b[SETS][Tile::ATOMS_N / 2][4];
 
     __device__ explicit WarpProduct(int thread)
         : reader_a(thread / kWarpSize / Tile::WARPS_N * Tile::WARP_M, thread % kWarpSize),
           reader_b(thread / kWarpSize % Tile::WARPS_N * Tile::WARP_N, thread % kWarpSize) {}
 
     __device__ void read_a(int i, uint32_t stage, int k_step) { reader_a.read(a[i], stage, i, k_step); }
-    __device__ void read_b(uint32_t stage, int k_step) {
-#pragma unroll
-        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) {
-            reader_b.read(b[k_step % 2][j], stage + Tile::A_BYTES, j, k_step);
-        }
+    __device__ void read_b(int j, uint32_t stage, int k_step) {
+        reader_b.read(b[k_step % SETS][j], stage + Tile::A_BYTES, j, k_step);
     }
 
     __device__ void begin(uint32_t stage) {
 #pragma unroll
         for (int i = 0; i < Tile::ATOMS_M; ++i) read_a(i, stage, 0);
-        read_b(stage, 0);
+#pragma unroll
+        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) read_b(j, stage, 0);
     }
 
     // acc += the step's product; next_step of next_stage follows.
     __device__ void multiply(typename Tile::Accumulators& acc, int k_step, uint32_t next_stage, int next_step) {
-        auto& now = b[k_step % 2];
-        read_b(next_stage, next_step);
+        auto& now = b[k_step % SETS];
 #pragma unroll
-        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) reader_b.round(now[j]);
+        for (int j = 0; j < Tile::ATOMS_N / 2; ++j) {
+            if (SETS == 2) read_b(j, next_stage, next_step);
+            reader_b.round(now[j]);
+        }
 #pragma unroll
         for (int i = 0; i < Tile::ATOMS_M; ++i) {
             reader_a.round(a[i]);
 #pragma unroll
-            for (int j = 0; j < Tile::ATOMS_N; ++j) {
-                Tile::Atom::multiply(acc[i][j], a[i], now[j / 2][j % 2 * 2], now[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < Tile::ATOMS_N / 2; ++j) {
+                Tile::Atom::multiply(acc[i][2 * j], a[i], now[j][0], now[j][1]);
+                Tile::Atom::multiply(acc[i][2 * j + 1], a[i], now[j][2], now[j][3]);
+                if (SETS == 1 && i + 1 == Tile::ATOMS_M) read_b(j, next_stage, next_step);
             }
             read_a(i, next_stage, next_step);
         }

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import EmulatorError
-from .lanes import Lanes, pack_warps
+from ..errors import EmulatorError, UnsupportedPTX
+from .lanes import Lanes, pack_warps, runs_text
 from .operands import Imm, Mem, Not, Operand, Reg, Rows, Special, Sym
 from .parser import Instruction, Program
 from .special import SM_COUNT, is_volatile, special_register
@@ -284,6 +284,10 @@ class Context:
 
     def address_of(self, sym: Sym) -> int:
         """The address of a variable, in its own space (what `mov` of its name gives)."""
+        if sym.name in self.program.functions:
+            raise UnsupportedPTX(
+                f"{self.current.place}: the emulator does not know pointers to functions: {self.current.text}"
+            )
         return self.launch.address_of(sym.name) + sym.offset
 
     def address(self, mem: Mem) -> Get:
@@ -310,12 +314,9 @@ class Context:
         """A group in a few words: the threads of its first block, and how many blocks more."""
         block = self.block_of[lanes.ids[0]]
         threads = self.thread_of[lanes.ids[self.block_of[lanes.ids] == block]]
-        breaks = np.flatnonzero(np.diff(threads) != 1)
-        runs = [f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in np.split(threads, breaks + 1)]
-        text = ", ".join(runs[:4]) + (", ..." if len(runs) > 4 else "")
         others = len(lanes.blocks) - 1
         more = f" (and {others} more blocks)" if others else ""
-        return f"block {self.block_name(int(lanes.ids[0]))} thread{'s' * (len(threads) > 1)} {text}{more}"
+        return f"block {self.block_name(int(lanes.ids[0]))} thread{'s' * (len(threads) > 1)} {runs_text(threads)}{more}"
 
     def block_name(self, lane: int) -> str:
         """The coordinates of a lane's block, as a tuple in text."""

@@ -132,6 +132,19 @@ class Wait:
     give_up: Callable[[Lanes], None] | None = None
 
 
+def runs_text(numbers: np.ndarray) -> str:
+    """Ascending numbers as "0-15, 20", cut short after four runs."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    parts = [f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs]
+    return ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
+
+
+def lanes_text(bits: int) -> str:
+    """A mask of a warp's lanes as "lanes 16-31"."""
+    numbers = np.flatnonzero(_LANE_BIT & np.uint32(bits))
+    return f"lane{'s' * (len(numbers) > 1)} {runs_text(numbers)}"
+
+
 def pack_warps(mask: np.ndarray) -> np.ndarray:
     """A bool per lane as one uint32 per warp, lane 0 in bit 0."""
     return np.packbits(mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).ravel()

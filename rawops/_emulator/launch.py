@@ -10,12 +10,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..errors import BarrierError, EmulatorError
+from ..errors import BarrierError, EmulatorError, UnsupportedPTX
 from .context import Context
 from .machine import Machine, State
 from .memory import GlobalMemory, GlobalSpace
-from .operands import Imm, Sym
-from .parser import Program
+from .operands import Imm, Sym, names_of
+from .parser import Program, Variable
 from .races import Clocks
 from .report import LaunchReport
 from .shared import SharedSpace
@@ -47,6 +47,8 @@ class Launch:
         Blocks in the grid, threads in a block, blocks in a cluster.
     threads, cluster_size, dynamic_shared : int
         Threads of a block, blocks of a cluster, bytes of dynamic shared memory.
+    number : int
+        Which launch it is to the memory: arrays were mapped for it.
     check : bool
         Whether races, uninitialised reads and barriers are checked and memory traffic is counted.
     completion : {"late", "early", "random"}
@@ -92,6 +94,7 @@ class Launch:
         self.max_steps = max_steps
         self._resident_lanes = resident_lanes
         self._globals = _map_globals(program, memory)
+        self.number = memory.begin()
         self._shared_granule = _smallest_shared_access(program)
         self._refuse_bad_geometry()
 
@@ -104,9 +107,24 @@ class Launch:
                 f"{self.kernel_name}: a block must have 1 to 1024 threads and a grid at least one block, "
                 f"got block {self.block} and grid {self.grid}"
             )
+        self._refuse_bad_block()
         if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
             raise EmulatorError(
                 f"{self.kernel_name}: grid must be a multiple of the cluster {self.cluster}, got {self.grid}"
+            )
+
+    def _refuse_bad_block(self) -> None:
+        """A kernel compiled for certain blocks does not start with others."""
+        most, required = self.program.entry.max_threads, self.program.entry.required_block
+        if required is not None and required != self.block:
+            raise EmulatorError(
+                f"{self.kernel_name}: the kernel is compiled for a block of {required} (__block_size__, .reqntid), "
+                f"got block {self.block}"
+            )
+        if most is not None and self.threads > most:
+            raise EmulatorError(
+                f"{self.kernel_name}: a block must have at most {most} threads (__launch_bounds__, .maxntid), "
+                f"got block {self.block} of {self.threads}"
             )
 
     # ---- geometry ------------------------------------------------------------------------------------
@@ -226,7 +244,7 @@ def _map_globals(program: Program, memory: GlobalMemory) -> dict[str, int]:
         addresses[variable.name] = memory.map(program.storage[variable.name])
     for variable in variables:
         for at, symbol in variable.relocations.items():
-            pointer = _generic_address(program, addresses, symbol)
+            pointer = _generic_address(program, addresses, variable, symbol)
             program.storage[variable.name][at : at + 8] = np.frombuffer(pointer, np.uint8)
     return addresses
 
@@ -240,13 +258,19 @@ def _constant_bank(program: Program, addresses: dict[str, int]) -> bytes:
         bank[variable.address : variable.address + variable.size] = variable.data
         for at, symbol in variable.relocations.items():
             at += variable.address
-            bank[at : at + 8] = _generic_address(program, addresses, symbol)
+            bank[at : at + 8] = _generic_address(program, addresses, variable, symbol)
     return bytes(bank)
 
 
-def _generic_address(program: Program, addresses: dict[str, int], symbol: Sym) -> bytes:
-    """The generic address of a variable, as its bytes."""
-    variable = program.variables[symbol.name]
+def _generic_address(program: Program, addresses: dict[str, int], holder: Variable, symbol: Sym) -> bytes:
+    """The generic address of a variable that another one holds, as its bytes."""
+    variable = program.variables.get(symbol.name)
+    if variable is None:
+        users = (i for i in program.instructions if holder.name in names_of(Sym, i.operands))
+        place = next((f"{ins.place}: " for ins in users), "")
+        raise UnsupportedPTX(
+            f"{place}the emulator does not know pointers to functions: {holder.name} holds {symbol.name}"
+        )
     address = addresses.get(symbol.name, variable.address) + WINDOWS[variable.space]
     return (address + symbol.offset).to_bytes(8, "little")
 

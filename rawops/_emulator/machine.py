@@ -13,7 +13,7 @@ from ..errors import BarrierError, EmulatorError
 from .context import Context
 from .instructions import lookup, unsupported
 from .instructions.control import BUILTINS
-from .lanes import Lanes, Wait
+from .lanes import Lanes, Wait, lanes_text
 from .operands import Group, Sym
 from .parser import Instruction
 from .steps import Step, basic_blocks, bind, guard_of, is_terminator
@@ -362,8 +362,8 @@ class Machine:
         """Where everybody waits, a line for each group."""
         ctx = self.ctx
         lines = [
-            f"    {self._code[index].place}: {ctx.describe(lanes)} at {self._code[index].opcode[0]}, which the "
-            "other threads of the warp do not reach (divergent branch)"
+            f"    {self._code[index].place}: {ctx.describe(lanes)} at {self._code[index].opcode[0]}"
+            f"{self._partners(index, lanes)} do not reach (divergent branch)"
             for (_, index), lanes in self._gathering.items()
         ]
         lines += [
@@ -375,6 +375,15 @@ class Machine:
             for (_, index), lanes in (*self._yielded.items(), *self._fronts.items())
         ]
         return "\n".join(lines)
+
+    def _partners(self, index: int, lanes: Lanes) -> str:
+        """Whom the first of the lanes that gather at an instruction lacks."""
+        step, warp = self._steps[index], lanes.warps[0]
+        if step is None or step.members is None:
+            return ", which the other threads of the warp"
+        mask = int(np.broadcast_to(step.members(lanes), lanes.n)[0])
+        missing = int(self.ctx.alive_bits[warp] & ~lanes.warp_bits[warp]) & mask
+        return f" with member mask 0x{mask:08x}, which {lanes_text(missing)} of the warp"
 
 
 def _merge(fronts: dict[Key, Lanes], key: Key, lanes: Lanes) -> None:

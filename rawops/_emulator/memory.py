@@ -24,6 +24,23 @@ _GAP = 1 << 20  # unmapped between allocations, so that an index that is off fau
 _TOMBSTONES = 4096  # freed allocations remembered, for the sake of messages
 
 
+Ranges = list[tuple[int, int]]  # disjoint and ascending
+
+
+@dataclass(slots=True)
+class Mapped:
+    """The address ranges that views cover, and those that writeable ones do."""
+
+    readable: Ranges = field(default_factory=list)
+    writable: Ranges = field(default_factory=list)
+
+    def add(self, span: tuple[int, int], writable: bool) -> None:
+        """Add what a view covers."""
+        _join(self.readable, span)
+        if writable:
+            _join(self.writable, span)
+
+
 @dataclass(slots=True, eq=False)
 class Segment:
     """The memory of one root buffer.
@@ -34,8 +51,8 @@ class Segment:
         Where it lies, how long it is, and where it is in this process.
     name : str
         Shape and dtype of what was mapped last, for messages.
-    readable, writable : list of (int, int)
-        Disjoint ascending address ranges covered by the views (the writable views) passed to launches.
+    ever, recent : Mapped
+        What views of the buffer cover, of all that were mapped, and of those mapped for launch number `launch`.
         The rest of the buffer is as unmapped to a kernel as the gaps are.
     views : dict
         For each access size: the address of element 0 and the storage as elements of that size.
@@ -45,8 +62,9 @@ class Segment:
     size: int
     host: int
     name: str
-    readable: list[tuple[int, int]] = field(default_factory=list)
-    writable: list[tuple[int, int]] = field(default_factory=list)
+    ever: Mapped = field(default_factory=lambda: Mapped())
+    recent: Mapped = field(default_factory=lambda: Mapped())
+    launch: int = -1
     views: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
     alive: bool = True
 
@@ -57,6 +75,20 @@ class Segment:
             skip = -self.base % size
             count = max(self.size - skip, 0) // size
             self.views[size] = self.base + skip, raw[skip : skip + count * size].view(dtype)
+
+    def map(self, span: tuple[int, int] | None, writable: bool, launch: int) -> None:
+        """Make an address range, None if it is empty, accessible to a launch."""
+        if self.launch != launch:
+            self.launch, self.recent = launch, Mapped()
+        if span is not None:
+            self.ever.add(span, writable)
+            self.recent.add(span, writable)
+
+    def ranges(self, write: bool, launch: int) -> Ranges:
+        """What a launch may read or write. One that was given no view of the buffer has its address from elsewhere,
+        as from a table of pointers, and may use what earlier ones were given."""
+        mapped = self.recent if self.launch == launch else self.ever
+        return mapped.writable if write else mapped.readable
 
     def bury(self) -> None:
         """The array is gone."""
@@ -72,13 +104,19 @@ class GlobalMemory:
         self._starts: list[int] = []
         self._by_root: dict[int, Segment] = {}
         self._next = _FIRST
+        self._launches = 0
+
+    def begin(self) -> int:
+        """The number of the launch that begins: what is mapped from here on is for the next."""
+        self._launches += 1
+        return self._launches - 1
 
     def map(self, array: np.ndarray) -> int:
         """The address of an array's first element.
 
-        The array is used in place: stores change it, and views of one buffer alias. Only the bytes between
-        its lowest and its highest element become accessible, and only for reading if it is read-only. When
-        the array that owns the buffer is gone, accesses raise.
+        The array is used in place: stores change it, and views of one buffer alias. To the
+        next launch only the bytes between its lowest and its highest element are accessible, and only for
+        reading if it is read-only. When the array that owns the buffer is gone, accesses raise.
         """
         root = _root(array)
         segment = self._by_root.get(id(root))
@@ -86,11 +124,8 @@ class GlobalMemory:
             segment = self._add(root)
         segment.name = f"{array.dtype} array of shape {array.shape}"
         low, high = _extent(array)
-        if array.size:
-            span = segment.base + low - segment.host, segment.base + high - segment.host
-            _join(segment.readable, span)
-            if array.flags.writeable:
-                _join(segment.writable, span)
+        span = (segment.base + low - segment.host, segment.base + high - segment.host) if array.size else None
+        segment.map(span, array.flags.writeable, self._launches)
         return segment.base + array.ctypes.data - segment.host
 
     def find(self, address: int) -> Segment | None:
@@ -136,7 +171,7 @@ class GlobalSpace(Space):
         low, high = int(addresses.min()), int(addresses.max())
         segment = self.memory.find(low)
         if segment is not None and segment.alive:
-            for start, end in segment.writable if write else segment.readable:
+            for start, end in segment.ranges(write, self.ctx.launch.number):
                 if start <= low and high + size <= end:
                     return [_piece(segment, addresses, size, None)]
         return self._locate_each(addresses, size, owners, write)
@@ -150,8 +185,8 @@ class GlobalSpace(Space):
             segment = self.memory.find(int(there[0]))
             inside = np.zeros(len(left), bool)
             if segment is not None and segment.alive:
-                for start, end in segment.writable if write else segment.readable:
-                    inside |= (there >= start) & (there + np.uint64(size) <= end)
+                for start, end in segment.ranges(write, self.ctx.launch.number):
+                    inside |= (there >= start) & (there <= end - size)
             if not inside[0]:
                 raise self._fault(int(there[0]), size, int(owners[left[0]]), write)
             pieces.append(_piece(segment, there[inside], size, left[inside]))
@@ -162,23 +197,27 @@ class GlobalSpace(Space):
         """What is wrong with an address, and which allocation it is near."""
         verb = "store" if write else "load"
         segment = self.memory.nearest(address)
-        if segment is None:
+        offset = address - (address >> 63 << 64)
+        if abs(offset) < _GAP:
+            where = "null pointer" + (f" {offset:+} bytes" if offset else "")
+        elif segment is None:
             where = "nothing is mapped"
         elif not segment.alive and segment.base <= address < segment.base + segment.size:
             where = f"it lies in a {segment.name} that has been freed"
         else:
-            where = _distance(segment, address, size, write)
+            where = _distance(segment, address, size, write, self.ctx.launch.number)
         return self.ctx.error(MemoryFault, f"{size}-byte {verb} at 0x{address:x} is out of bounds: {where}", owner)
 
 
-def _distance(segment: Segment, address: int, size: int, write: bool) -> str:
+def _distance(segment: Segment, address: int, size: int, write: bool, launch: int) -> str:
     """Where an address lies relative to the mapped part of a segment."""
-    if write and any(start <= address and address + size <= end for start, end in segment.readable):
+    readable = segment.ranges(False, launch)
+    if write and any(start <= address and address + size <= end for start, end in readable):
         return f"the {segment.name} there is read-only"
     freed = "" if segment.alive else " that has been freed"
-    if not segment.readable:
+    if not readable:
         return f"it is near an empty {segment.name}{freed}"
-    start, end = min(segment.readable, key=lambda r: max(r[0] - address, address + size - r[1]))
+    start, end = min(readable, key=lambda r: max(r[0] - address, address + size - r[1]))
     if address < start:
         return f"it starts {start - address} bytes before a {segment.name}{freed}"
     return f"it ends {address + size - end} bytes past the end of a {segment.name}{freed}"
@@ -213,7 +252,7 @@ def _extent(array: np.ndarray) -> tuple[int, int]:
     return low, high
 
 
-def _join(ranges: list[tuple[int, int]], new: tuple[int, int]) -> None:
+def _join(ranges: Ranges, new: tuple[int, int]) -> None:
     """Add a range to disjoint ascending ones, in place."""
     if any(start <= new[0] and new[1] <= end for start, end in ranges):
         return

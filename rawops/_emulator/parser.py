@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -70,7 +71,7 @@ class Variable:
 
 @dataclass(slots=True)
 class Function:
-    """A function: where it starts and its parameters by name, in order."""
+    """A function: where it starts, its parameters by name, in order, and the blocks that an entry may have."""
 
     name: str
     entry: bool
@@ -78,6 +79,8 @@ class Function:
     params: list[Variable] = field(default_factory=list)
     returns: list[Variable] = field(default_factory=list)
     cluster: tuple[int, int, int] = (1, 1, 1)
+    required_block: tuple[int, int, int] | None = None
+    max_threads: int | None = None
 
 
 @dataclass(eq=False)
@@ -244,10 +247,10 @@ class _Parser:
         self.header_names = {}
         function.params = [self._parameter(p, space) for p in _split(params[1] if params else "")]
         function.returns = [self._parameter(p, space) for p in _split(name_match["ret"] or "")]
-        cluster = re.search(r"\.reqnctapercluster\s+([\d,\s]+)", rest)
-        if cluster:
-            dims = [int(d) for d in cluster[1].split(",")]
-            function.cluster = tuple(dims + [1] * (3 - len(dims)))  # type: ignore[assignment]
+        function.cluster = _dimensions("reqnctapercluster", rest) or (1, 1, 1)
+        function.required_block = _dimensions("reqntid", rest)
+        most = _dimensions("maxntid", rest)
+        function.max_threads = math.prod(most) if most else None
         function.start = len(self.instructions)
         if entry and function.name != self.entry:
             for parameter in function.params:
@@ -399,7 +402,7 @@ class _Scope:
         """``.reg .b32 %r<9>, x``"""
         if not self.suffix:
             self.suffix = f"#{unique()}"
-        match = re.match(r"\.reg\s+(?:\.(v[24])\s+)?\.(\w+)\s+(.*)", text, re.S)
+        match = re.match(r"\.reg\s*(?:\.(v[24])\s*)?\.(\w+)\s+(.*)", text, re.S)
         if match is None:
             raise UnsupportedPTX(f"cannot parse the register declaration {text!r}")
         for name in match[3].split(","):
@@ -425,6 +428,14 @@ def _find_labels(name: str, scopes: tuple[_Scope, ...], ins: Instruction) -> lis
         if name in scope.tables:
             return [t for label in scope.tables[name] for t in _find_labels(label, scopes, ins)]
     raise UnsupportedPTX(f"{ins.place}: no label {name!r} for: {ins.text}")
+
+
+def _dimensions(directive: str, header: str) -> tuple[int, int, int] | None:
+    """The three numbers of a directive in a function's header, if it is there."""
+    match = re.search(rf"\.{directive}\s+([\d,\s]+)", header)
+    if match is None:
+        return None
+    return (*(int(d) for d in match[1].split(",")), 1, 1)[:3]  # type: ignore[return-value]
 
 
 def _split(text: str) -> list[str]:

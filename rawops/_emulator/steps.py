@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import BarrierError
 from .instructions import Run, lookup
-from .lanes import Lanes, Wait
+from .lanes import Lanes, Wait, lanes_text, pack_warps
 from .operands import Imm, Not, Operand, Reg, Rows
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Step:
         For the others: the lanes' guard values.
     complete : callable or None
         For the others: which lanes of a group have all partners in it.
+    members : callable or None
+        For those with a member mask: the lanes' masks.
     length : int
         How many instructions it stands for.
     """
@@ -45,6 +48,7 @@ class Step:
     run: Run
     guard: Callable[[Lanes], np.ndarray] | None = None
     complete: Callable[[Lanes], np.ndarray] | None = None
+    members: Callable[[Lanes], np.ndarray] | None = None
     length: int = 1
 
 
@@ -67,8 +71,12 @@ def bind(code: list[Instruction], index: int, end: int, ctx: Context) -> Step:
         return Step(ins, run if guard is None else _guarded(run, guard))
     if entry.scope == "warpgroup":
         return Step(ins, run, guard, lambda lanes: lanes.in_whole_groups)
-    complete = _members(ctx, ins.operands[-1]) if entry.member_mask else _whole_warps(ctx)
-    return Step(ins, run, guard, complete)
+    if not entry.member_mask:
+        return Step(ins, run, guard, _whole_warps(ctx))
+    members = ctx.reader(ins.operands[-1], "u32")
+    if ctx.launch.check:
+        run = _members_checked(run, members, ctx)
+    return Step(ins, run, guard, _whole_masks(ctx, members), members)
 
 
 def _alike(code: list[Instruction]) -> list[Instruction]:
@@ -148,11 +156,29 @@ def _whole_warps(ctx: Context) -> Callable[[Lanes], np.ndarray]:
     return complete
 
 
-def _members(ctx: Context, operand: Operand) -> Callable[[Lanes], np.ndarray]:
-    mask = ctx.reader(operand, "u32")
-
+def _whole_masks(ctx: Context, members: Callable[[Lanes], np.ndarray]) -> Callable[[Lanes], np.ndarray]:
     def complete(lanes: Lanes) -> np.ndarray:
         missing = ctx.alive_bits & ~lanes.warp_bits
-        return (missing[ctx.warp_of.take(lanes.ids)] & mask(lanes)) == 0
+        return (missing[ctx.warp_of.take(lanes.ids)] & members(lanes)) == 0
 
     return complete
+
+
+def _members_checked(run: Run, members: Callable[[Lanes], np.ndarray], ctx: Context) -> Run:
+    """Refuse masks that leave out the lane itself, or name lanes that have exited."""
+
+    def run_checked(lanes: Lanes) -> list[Wait] | None:
+        mask = np.broadcast_to(members(lanes), lanes.n)
+        outside = (mask >> ctx.lane_of[lanes.index].astype(np.uint32)) & 1 == 0
+        if outside.any():
+            at = int(np.flatnonzero(outside)[0])
+            raise ctx.error(BarrierError, f"the member mask 0x{mask[at]:08x} leaves out the lane itself", lanes.ids[at])
+        if ctx.alive_count != ctx.exists_count:
+            exited = pack_warps(ctx.exists & ~ctx.alive)[ctx.warp_of[lanes.index]] & mask
+            if exited.any():
+                at = int(np.flatnonzero(exited)[0])
+                message = f"the member mask 0x{mask[at]:08x} names {lanes_text(int(exited[at]))} that exited before it"
+                raise ctx.error(BarrierError, message, lanes.ids[at])
+        return run(lanes)
+
+    return run_checked

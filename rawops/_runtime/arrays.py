@@ -32,7 +32,8 @@ def signature(operands: tuple) -> tuple[list, list] | None:
     list of int
         The addresses of the first elements, 0 for None; that of an empty array may be anything.
 
-    Or None, where an array is not CuPy's or is on another device than the first: what `take` and `device_of` are for.
+    Or None, where an array is not CuPy's, is on another device than the first or has foreign bytes: what `take` and
+    `device_of` are for.
     """
     native, key, addresses, ordinal = _native, [], [], None
     for x in operands:
@@ -40,13 +41,15 @@ def signature(operands: tuple) -> tuple[list, list] | None:
             key.append(None)
             addresses.append(0)
         elif isinstance(x, native):
-            memory = x.data
+            memory, dtype = x.data, x.dtype
             address = memory.ptr
+            if not dtype.isnative:
+                return None
             if memory.device_id != ordinal:
                 if ordinal is not None:
                     return None
                 ordinal = memory.device_id
-            key += (x.shape, x.strides, x.dtype, address & 15)
+            key += (x.shape, x.strides, dtype, address & 15)
             addresses.append(address)
         else:
             return None
@@ -81,11 +84,22 @@ def take(function: str, **named) -> tuple[list, Callable]:
                 first = x
             if type(x) is not native:
                 x = _convert(function, name, x)
+            check_bytes(function, name, x)
         values.append(x)
     out = named.get("out")
     if all(x is None or type(x) is native or isinstance(x, np.ndarray) for x in (first, out)):
         return values, _same
     return values, _exporter(first, out, dict(zip(named, values, strict=True)).get("out"))
+
+
+def check_bytes(function: str, name: str, x) -> None:
+    """Raise TypeError where a kernel cannot read the elements of an array: Python objects, and swapped bytes."""
+    dtype = x.dtype
+    if not dtype.isnative:
+        hint = "Convert it with x.astype(x.dtype.newbyteorder('='))."
+        fail(TypeError, function, name, "have native byte order", f"dtype {dtype.str}", hint)
+    if dtype.hasobject:
+        fail(TypeError, function, name, "have numbers for elements", f"dtype {dtype}")
 
 
 def device_of(function: str, **named) -> devices.Device:

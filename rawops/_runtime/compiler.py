@@ -16,6 +16,7 @@ from rawops._runtime import cache, sources
 from rawops.errors import CompileError, UnsupportedError
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+ARCH_NAME = re.compile(r"sm_\d+[af]?")
 # NVRTC has a cache of its own where there is a driver; what comes out of it has no ptxas report.
 _OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v", "--no-cache")
 _UNIT_NAME = "rawops_unit.cu"
@@ -102,7 +103,7 @@ def compile_instance(source: sources.Source, expression: str, options: tuple[str
     UnsupportedError
         Where NVRTC or the CUDA headers are missing, or NVRTC does not know `arch`.
     """
-    if not re.fullmatch(r"sm_\d+[af]?", arch):
+    if not ARCH_NAME.fullmatch(arch):
         raise UnsupportedError(f"rawops: arch must be a name such as 'sm_80' or 'sm_90a', got {arch!r}")
     files = source.closure(options)
     digest = sources.digest(files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -29,15 +29,18 @@ class Kernel:
     expression : str
         The kernel to launch, with its template arguments: "saxpy<float>".
     options : sequence of str
-        Further NVRTC options, such as ``-DN=4``.
+        Further NVRTC options, such as ``-DN=4``. The source may include files of its own, the library's
+        ``common/*.cuh`` and ``cuda_fp16.h``, ``cuda_bf16.h`` and ``cuda_fp8.h``; CCCL (``cuda/std``, ``cub``),
+        ``cooperative_groups.h`` and ``mma.h`` only where an ``-I`` leads to them.
 
     Notes
     -----
     Arguments are converted by the kernel's own parameter types: a Python number becomes the declared C++ type and
     must fit it; a pointer takes an array (its first element; strides are the kernel's business) or an integer
-    address; a struct by value takes a size-one structured NumPy array or bytes of exactly its size. A 0-d GPU array
-    given for a number is read on the host, which synchronises. Nothing else does, and launches can be captured in a
-    CUDA graph.
+    address (True is none); a struct by value takes a size-one structured NumPy array or bytes of exactly its size.
+    What the elements of an array are is not compared with the pointer's type: a kernel reads float16 as float if so
+    told. A 0-d GPU array given for a number is read on the host, which synchronises. Nothing else does, and launches
+    can be captured in a CUDA graph.
 
     Examples
     --------
@@ -45,7 +48,11 @@ class Kernel:
     >>> k((blocks,), (256,), (x, y, n))                          # doctest: +SKIP
     """
 
-    def __init__(self, source, expression: str, options: Iterable[str] = ()) -> None:
+    def __init__(self, source, expression: str, options: Sequence[str] = ()) -> None:
+        if not isinstance(expression, str):
+            fail(TypeError, "Kernel", "expression", "be a string such as 'saxpy<float>'", repr(expression))
+        if not isinstance(options, (tuple, list)) or not all(isinstance(option, str) for option in options):
+            fail(TypeError, "Kernel", "options", "be a tuple of strings", repr(options))
         self._instance = Instance(sources.user_source(source), expression, tuple(options))
         self._arch: str | None = None
         self._last: Function | None = None
@@ -62,30 +69,35 @@ class Kernel:
         shared_mem : int
             Dynamic shared memory in bytes; above 48 KiB it is opted in.
         """
-        grid = tuple(grid) if isinstance(grid, list) else grid
-        block = tuple(block) if isinstance(block, list) else block
-        grid, block, shared_mem = _geometry(self._instance.expression, grid, block, shared_mem)
-        function, values = self._last, None
-        if function is not None:
-            values = _native_values(function, args)
+        name = self._instance.expression
+        grid, block, shared_mem = _geometry(name, grid, block, shared_mem)
+        if not isinstance(args, (tuple, list)):
+            fail(TypeError, name, "args", "be a tuple", _shown(args))
+        loaded, values = None, None
+        if self._last is not None:
+            loaded = self._last.loaded()
+            values = _native_values(loaded, args)
         if values is None:
-            function, values = self._convert(args)
-        function.launch(grid, block, values, shared_mem)
+            loaded, values = self._convert(args)
+        loaded.launch(grid, block, values, shared_mem)
 
-    def _convert(self, args) -> tuple[Function, list]:
-        """Find the device of the arguments and convert each of them, with every check."""
+    def _convert(self, args) -> tuple:
+        """Find the device of the arguments and convert each of them, with every check, for what is loaded there."""
         name = self._instance.expression
         device, args = self._placed(args)
         self._last = function = self._instance.on(device)
         self._arch = device.arch
-        parameters = function.compiled.parameters
+        loaded = function.loaded()
+        parameters = loaded.compiled.parameters
         if len(args) != len(parameters):
             fail(TypeError, name, "args", f"have {len(parameters)} entries", len(args))
         pairs = enumerate(zip(parameters, args, strict=True))
-        return function, [_value(device, name, f"args[{i}]", parameter, arg) for i, (parameter, arg) in pairs]
+        return loaded, [_value(device, name, f"args[{i}]", parameter, arg) for i, (parameter, arg) in pairs]
 
     def compile(self, arch: str) -> compiler.Compiled:
         """Compile for an architecture ("sm_90a") without launching and return the result."""
+        if not isinstance(arch, str):
+            fail(TypeError, self._instance.expression, "arch", "be a name such as 'sm_90a'", repr(arch))
         self._arch = arch
         return self._instance.compile(arch)
 
@@ -108,28 +120,39 @@ class Kernel:
         return arrays.device_of(name, **named), placed
 
 
-@functools.lru_cache(1024)
 def _geometry(kernel: str, grid, block, shared_mem) -> tuple[tuple, tuple, int]:
     """Check the launch geometry and spell it out."""
+    grid = grid if isinstance(grid, (tuple, list)) else (grid,)
+    block = block if isinstance(block, (tuple, list)) else (block,)
+    try:
+        return _checked_geometry(kernel, shared_mem, len(grid), *grid, *block)
+    except TypeError:  # what cannot be hashed is no integer either: without the cache, that is what is raised
+        check = _checked_geometry.__wrapped__
+    return check(kernel, shared_mem, len(grid), *grid, *block)
+
+
+@functools.lru_cache(1024, typed=True)  # 1, 1.0 and True are one key otherwise, and inside tuples in any case
+def _checked_geometry(kernel: str, shared_mem, rank: int, *extents) -> tuple[tuple, tuple, int]:
     shared_mem = checks.int_range(kernel, "shared_mem", shared_mem, 0, 2**31 - 1)
-    grid = _extents(kernel, "grid", grid, (2**31 - 1, 65535, 65535))
-    block = _extents(kernel, "block", block, (1024, 1024, 64))
+    grid = _extents(kernel, "grid", extents[:rank], (2**31 - 1, 65535, 65535))
+    block = _extents(kernel, "block", extents[rank:], (1024, 1024, 64))
     if math.prod(block) > 1024:
         fail(ValueError, kernel, "block", "have at most 1024 threads", block)
     return grid, block, shared_mem
 
 
-def _extents(kernel: str, name: str, value, limits: tuple[int, int, int]) -> tuple[int, int, int]:
-    values = value if isinstance(value, tuple) else (value,)
-    fits = (isinstance(v, numbers.Integral) and 1 <= v <= m for v, m in zip(values, limits, strict=False))
-    if not 1 <= len(values) <= 3 or not all(fits):
-        fail(ValueError, kernel, name, f"be 1 to 3 integers from 1 to {limits}", value)
+def _extents(kernel: str, name: str, values: tuple, limits: tuple[int, int, int]) -> tuple[int, int, int]:
+    def fits(value, limit: int) -> bool:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool) and 1 <= value <= limit
+
+    if not 1 <= len(values) <= 3 or not all(map(fits, values, limits)):
+        fail(ValueError, kernel, name, f"be 1 to 3 integers from 1 to {limits}", values)
     return (*map(int, values), 1, 1)[:3]
 
 
-def _native_values(function: Function, args) -> list | None:
+def _native_values(loaded, args) -> list | None:
     """Convert arguments that need no thought, as those of most calls; None where any of them does."""
-    device, parameters = function.device, function.compiled.parameters
+    device, parameters = loaded.device, loaded.compiled.parameters
     if len(args) != len(parameters):
         return None
     values, placed = [], False
@@ -159,8 +182,9 @@ def _value(device, kernel: str, name: str, parameter: compiler.Parameter, arg):
     """Convert one argument of a user's kernel to what `Layout.pack` takes."""
     if parameter.kind == "p":
         if _is_array(arg) or (device.is_emulated and isinstance(arg, np.ndarray)):
+            arrays.check_bytes(kernel, name, arg)
             return device.pointer(arg)
-        if isinstance(arg, numbers.Integral) and 0 <= arg < 2**64:
+        if isinstance(arg, numbers.Integral) and not isinstance(arg, bool) and 0 <= arg < 2**64:
             return int(arg)
         return fail(TypeError, kernel, name, "be an array or an address (the parameter is a pointer)", repr(arg))
     if parameter.kind == "s":

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rawops import config
-from rawops._runtime import compiler
+from rawops._runtime import checks, compiler
 from rawops._runtime.checks import fail
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -77,8 +77,8 @@ class CudaDevice:
         return f"CUDA device {self.ordinal}"
 
     def holds(self, x) -> bool:
-        """Tell whether a CuPy array is in this device's memory."""
-        return x.data.device_id == self.ordinal
+        """Tell whether a CuPy array is in this device's memory, in the byte order that a kernel reads."""
+        return x.data.device_id == self.ordinal and x.dtype.isnative
 
     def pointer(self, x) -> int:
         """Return the address of an array's first element, 0 for None and for an empty array."""
@@ -206,11 +206,9 @@ class EmulatedDevice:
     array_type = np.ndarray
 
     def __init__(self, arch: str, **options) -> None:
-        self.capability = int("".join(c for c in arch if c.isdigit()) or 0)
-        if self.capability not in _CARDS or arch != arch_name(self.capability):
-            names = " or ".join(arch_name(c) for c in _CARDS)
-            fail(ValueError, "emulate", "arch", f"be {names}", repr(arch))
-        self.arch = arch
+        capabilities = {arch_name(c): c for c in _CARDS}
+        self.arch = checks.choice("emulate", "arch (or RAWOPS_EMULATE_ARCH)", arch, tuple(capabilities))
+        self.capability = capabilities[arch]
         self.sm_count, self.max_shared_bytes = _CARDS[self.capability]
         from rawops import _emulator  # here, since it takes a tenth of a second that a GPU does not need
 
@@ -224,8 +222,8 @@ class EmulatedDevice:
         return f"emulated {self.arch}"
 
     def holds(self, x) -> bool:
-        """Tell whether NumPy arrays are this emulator's here and now."""
-        return emulated() is self
+        """Tell whether NumPy arrays are this emulator's here and now, and this one's elements a kernel's to read."""
+        return emulated() is self and x.dtype.isnative and not x.dtype.hasobject
 
     def pointer(self, x) -> int:
         """Return the emulated address of an array's first element, 0 for None and for an empty array."""
@@ -274,6 +272,9 @@ _active: contextvars.ContextVar[EmulatedDevice | None] = contextvars.ContextVar(
 
 class emulate:
     """Run kernels on NumPy arrays in the emulator instead of a GPU.
+
+    Inside the ``with`` block, and in its thread (or asyncio task) alone; ``RAWOPS_EMULATE=1`` in the environment has
+    the emulator run the kernels of all threads.
 
     Parameters
     ----------

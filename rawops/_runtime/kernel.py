@@ -124,25 +124,32 @@ class Function:
         self._retired: list = []  # a captured graph may hold the kernel from before a reload
         self._use(device.load(instance.compile(device.arch)))
 
-    @property
-    def compiled(self) -> compiler.Compiled:
-        return self._loaded.compiled
+    def loaded(self):
+        """Return what is loaded on the device, an edited source included: its `compiled` and its `launch` agree."""
+        if self._outdated:
+            self._refresh()
+        return self._loaded
 
     def outdate(self) -> None:
         """Take an edited source into use at the next launch."""
-        self.launch = self._refresh_and_launch
+        self._outdated, self.launch = True, self._refresh_and_launch
 
     def _use(self, loaded) -> None:
-        self._loaded, self.launch = loaded, loaded.launch
+        self._loaded, self.launch, self._outdated = loaded, loaded.launch, False
+
+    def _refresh(self) -> None:
+        with self.instance.lock:
+            loaded = self._loaded
+            try:
+                compiled = self.instance.compile(self.device.arch)
+                if compiled is not loaded.compiled:
+                    loaded = self.device.load(compiled)
+                    self._retired.append(self._loaded)
+            finally:
+                self._use(loaded)  # the last good one if the source does not compile, which is raised once
 
     def _refresh_and_launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
-        with self.instance.lock:
-            self._use(self._loaded)  # if the source does not compile, which is raised once
-            current = self.instance.compile(self.device.arch)
-            if current is not self._loaded.compiled:
-                self._retired.append(self._loaded)
-                self._use(self.device.load(current))
-        self.launch(grid, block, values, shared_bytes)
+        self.loaded().launch(grid, block, values, shared_bytes)
 
 
 class KernelSpec:
@@ -314,6 +321,8 @@ def kernels(archs: Iterable[str] = (), every: bool = False) -> list[KernelInfo]:
         The whole product of choices instead of the instances that matter.
     """
     archs = tuple(archs)
+    for arch in archs:
+        _check_arch("kernels", arch, KernelSpec.registry)
     jobs = [(spec, instance) for spec in KernelSpec.registry for instance in spec.instances(every)]
     work = [(i, a) for spec, i in jobs for a in archs if spec.exists_on(_capability(a))]
     with ThreadPoolExecutor(2) as pool:
@@ -338,7 +347,7 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
     arch : str, optional
         Architecture ("sm_90a"); the current device's, or the active emulator's, when left out.
     ops : iterable of str, optional
-        Source name prefixes ("gemm", "lora"); everything when left out.
+        Source name prefixes ("gemm", "lora"), each with a kernel; everything when left out.
     progress : bool
         Show a progress bar.
 
@@ -349,13 +358,9 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
     """
     if arch is None:
         arch = arrays.current_device("precompile").arch
-    ops = tuple(ops) if ops is not None else ("",)
-    jobs = [
-        instance
-        for spec in KernelSpec.registry
-        if spec.source.startswith(ops) and spec.exists_on(_capability(arch))
-        for instance in spec.instances()
-    ]
+    specs = KernelSpec.registry if ops is None else _specs_of(ops)
+    _check_arch("precompile", arch, specs)
+    jobs = [instance for spec in specs if spec.exists_on(_capability(arch)) for instance in spec.instances()]
     with ThreadPoolExecutor(2) as pool:
         done = pool.map(lambda instance: instance.compile(arch), jobs)
         if progress:
@@ -363,6 +368,23 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
 
             done = track(done, description=f"compiling for {arch}", total=len(jobs))
         return sum(1 for _ in done)
+
+
+def _specs_of(ops: Iterable[str]) -> list[KernelSpec]:
+    prefixes = (ops,) if isinstance(ops, str) else tuple(ops)
+    sources = sorted({spec.source for spec in KernelSpec.registry})
+    for prefix in prefixes:
+        if not isinstance(prefix, str) or not any(source.startswith(prefix) for source in sources):
+            fail(ValueError, "precompile", "ops", f"start the name of a source ({', '.join(sources)})", repr(prefix))
+    return [spec for spec in KernelSpec.registry if spec.source.startswith(prefixes)]
+
+
+def _check_arch(function: str, arch: str, specs: list[KernelSpec]) -> None:
+    """Raise ValueError for what is no architecture's name, or one that none of these kernels exists for."""
+    named = isinstance(arch, str) and compiler.ARCH_NAME.fullmatch(arch)
+    if not (named and any(spec.exists_on(_capability(arch)) for spec in specs)):
+        rule = f"be an architecture that its kernels exist for, such as {', '.join(compiler.ARCHS)}"
+        fail(ValueError, function, "arch", rule, repr(arch))
 
 
 def _capability(arch: str) -> int:

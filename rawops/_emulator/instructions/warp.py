@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...errors import UninitializedRead
 from ..lanes import pack_warps, unpack_warps
 from ..operands import Pair, Sink
 from ..types import DTYPE
@@ -40,9 +41,10 @@ def shfl(ins: Instruction, ctx: Context) -> Run:
     mode = next((m for m in ins.opcode if m in ("up", "down", "bfly", "idx")), "")
     if not mode or "sync" not in ins.opcode:
         raise unsupported(ins)
-    target, a, b, c, _ = ins.operands
+    target, a, b, c, mask = ins.operands
     d, p = (target.first, target.second) if isinstance(target, Pair) else (target, Sink())
     get_a, get_b, get_c = ctx.reader(a, "b32"), ctx.reader(b, "u32"), ctx.reader(c, "u32")
+    get_mask = ctx.reader(mask, "u32")
     put_d, put_p = ctx.writer(d, "b32"), ctx.writer(p, "pred")
     lane_of = ctx.lane_of
 
@@ -66,12 +68,24 @@ def shfl(ins: Instruction, ctx: Context) -> Run:
             source = low | (amount & ~segment)
             inside = source <= high
         source = np.where(inside, source, lane)
+        if ctx.launch.check:
+            _refuse_absent_sources(ctx, lanes, source, get_mask(lanes))
         values = spread(ctx, lanes, get_a(lanes)).ravel()
         put_d(lanes, values.take(lanes.ids - lane + source))
         put_p(lanes, inside)
         order_warps(ctx, lanes)
 
     return run
+
+
+def _refuse_absent_sources(ctx: Context, lanes: Lanes, source: np.ndarray, mask: Any) -> None:
+    """Raise where a lane shuffles from one that takes no part: the value is undefined."""
+    there = lanes.warp_bits[ctx.warp_of[lanes.index]] & mask
+    absent = (there >> source.astype(np.uint32)) & 1 == 0
+    if absent.any():
+        at = int(np.flatnonzero(absent)[0])
+        message = f"read of lane {source[at]} of the warp, which takes no part in the shuffle"
+        raise ctx.error(UninitializedRead, message, lanes.ids[at])
 
 
 @instruction("vote", scope="warp", member_mask=True, kind="warp")
