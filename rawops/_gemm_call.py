@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from rawops import _gemm_config, _gemm_sm90
-from rawops._gemm_config import ACTIVATIONS, CALL, KERNELS, REDUCE, SCALAR_TYPES, Config, Problem
+from rawops._gemm_config import ACTIVATIONS, CALL, DTYPES, KERNELS, REDUCE, SCALAR_TYPES, Config, Problem
 from rawops._gemm_operands import (
     ROLES,
     Operand,
@@ -68,7 +68,7 @@ def _address(function: str, name: str, value, a) -> tuple[int, float, int]:
 
 def scalar(function: str, name: str, value):
     """Return a number as a float, and a 0-d array as an array of its device."""
-    if isinstance(value, np.generic) and dtypes.is_dtype(value.dtype.name):  # bfloat16 is no number to Python
+    if isinstance(value, np.generic) and value.dtype.name in DTYPES:  # bfloat16 is no number to Python
         return number(function, name, value.astype(np.float64))
     if not (hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")):
         return number(function, name, value)

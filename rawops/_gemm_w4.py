@@ -192,6 +192,8 @@ class WeightProduct(Product):
         super().__init__(function, options, workspaces)
         self.roles = (*ROLES, "scale_b", "zero_b") if has_zeros else (*ROLES, "scale_b")
         self.b_dtype = checks.choice(function, "b_dtype", b_dtype, FORMATS)
+        if options.sizes is not None:
+            checks.choice(function, "dtype", options.sizes[-1], _DTYPES)
 
     def check(self, request: Request) -> tuple[str, str, Sizes]:
         _check_weights(request, self.b_dtype)

@@ -6,7 +6,7 @@ import functools
 
 from rawops._gemm_call import ZERO, Product, scalar, scalars
 from rawops._gemm_config import DTYPES
-from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_given, dtype_name, split_count
+from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, dtype_name, split_count
 from rawops._gemm_w4 import WeightProduct
 from rawops._runtime import arrays, checks
 
@@ -26,7 +26,8 @@ def _product_of(function: str, options: Options, b_dtype: str | None, has_zeros:
 def _groups(function: str, b_dtype: str | None, scale_b, zero_b) -> tuple:
     """Return the operands that packed weights have beside the others."""
     if b_dtype is not None:
-        check_given(function, scale_b=scale_b)
+        if scale_b is None:
+            checks.fail(ValueError, function, "scale_b", f"be given for {b_dtype} weights", "None")
         return (scale_b,) if zero_b is None else (scale_b, zero_b)
     for name, x in (("scale_b", scale_b), ("zero_b", zero_b)):
         if x is not None:
@@ -105,7 +106,6 @@ def gemm(
     packed_alpha, packed_beta = scalars("gemm", alpha, beta, c, a)
     if packed_beta == ZERO:
         c = None
-    groups = _groups("gemm", b_dtype, scale_b, zero_b)
     if split_k is not None and type(split_k) is not int:
         split_k = split_count("gemm", split_k)  # since 2.0 and True would find the products of 2 and 1
     options = (b_dtype, zero_b is not None, activation, out_dtype, precision, split_k)
@@ -113,6 +113,7 @@ def gemm(
         product = _product(*options)
     except TypeError:  # what cannot be hashed is no option: the checks say so
         product = _product.__wrapped__(*options)
+    groups = _groups("gemm", b_dtype, scale_b, zero_b)
     return product((a, b, out, c, bias, residual, *groups), packed_alpha, packed_beta)
 
 

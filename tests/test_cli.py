@@ -1,6 +1,7 @@
 """The command line: exit codes, tables and JSON."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,36 @@ def test_compile_fails_when_an_instance_spills(capsys, registry):
 def test_compile_knows_all_architectures_and_no_others(capsys, registry):
     code, out, _ = run(capsys, "compile", "--arch", "all", "--json")
     assert code == 0 and tuple(json.loads(out)["archs"]) == compiler.ARCHS
-    code, _, err = run(capsys, "compile", "--arch", "sm_33")
-    assert code == 1 and "UnsupportedError" in err and "sm_33" in err
+
+
+@pytest.mark.parametrize("command", ["kernels", "compile"])
+@pytest.mark.parametrize("arch", ["sm_1", "sm_33", "SM_80", "90a", "sm_90x", ""])
+def test_an_architecture_without_kernels_is_a_usage_error(capsys, registry, command, arch):
+    code, out, err = run(capsys, command, "--arch", "sm_80", "--arch", arch)
+    assert code == 2 and out == "" and len(err.splitlines()) == 1
+    assert all(known in err for known in compiler.ARCHS) and repr(arch) in err
+
+
+def test_an_architecture_that_nvrtc_does_not_know_fails(capsys, registry):
+    code, _, err = run(capsys, "kernels", "--arch", "sm_999")
+    assert code == 1 and "UnsupportedError" in err and "sm_999" in err
+
+
+def test_a_wrong_variable_is_a_usage_error(tmp_path):
+    child = "import subprocess, sys; subprocess.call([sys.executable, '-m', 'rawops', 'demo'], stderr=sys.stdout)"
+    changes = {"RAWOPS_EMULATE": "1", "RAWOPS_EMULATE_ARCH": "sm_70"}
+    err = python(child + "; print('end')", cache=tmp_path / "cache", cwd=tmp_path, **changes).stdout
+    line, end = err.splitlines()
+    assert end == "end" and re.fullmatch(r"emulate: .*RAWOPS_EMULATE_ARCH.* must be .*'sm_90a', got 'sm_70'", line)
+
+
+def test_defects_are_no_usage_errors(monkeypatch):
+    def defect():
+        raise ValueError("broken")
+
+    monkeypatch.setattr(cache, "entries", defect)
+    with pytest.raises(ValueError, match="broken"):
+        cli.main(["cache"])
 
 
 def test_cache(capsys, registry, tmp_path):

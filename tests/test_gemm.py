@@ -141,6 +141,26 @@ def test_batches(device, rng):
     same(device, got, np.broadcast_to(a, (3, 1, 5, 9)).astype(float) @ b + c)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_more_batch_axes_than_a_kernel_has(device, rng, dtype):
+    """Five that do not merge, into a strided view, in place, and over an operand."""
+    a, b = integers(rng, (2, 1, 2, 1, 2, 3, 16), dtype), integers(rng, (1, 2, 1, 2, 1, 16, 8), dtype)
+    bias, c = integers(rng, 8, dtype), integers(rng, (2, 1, 1, 3, 8), dtype)
+    put, want = device.put, expected(a, b)
+    for split_k in (None, 2):
+        same(device, gemm(put(a), put(b), split_k=split_k), want)
+    wide = put(np.zeros((2, 2, 2, 2, 2, 3, 16), want.dtype))
+    gemm(put(a), put(b), put(c), beta=1.0, bias=put(bias), out=wide[..., ::2])
+    same(device, wide[..., ::2], want + c + bias)
+    same(device, wide[..., 1::2], np.zeros(want.shape))
+    x = put(want.copy())
+    assert gemm(put(a), put(b), residual=x, out=x) is x
+    same(device, x, 2 * want)
+    x = put(np.zeros((2, 2, 2, 2, 2, 3, 16), want.dtype))
+    x[:, :1, :, :1] = put(a)
+    same(device, gemm(x[:, :1, :, :1], put(b), out=x[..., 1:9]), want)
+
+
 def test_strides_of_axes_of_one(device):
     """A leading dimension must not be taken from an axis of one entry."""
     a, b = device.put(np.ones((1, 2, 1), np.float16)), device.put(np.ones((1, 3, 1), np.float16)).swapaxes(1, 2)
@@ -345,6 +365,16 @@ def test_errors(device):
         (ValueError, "gemm: split_k must be between", lambda: gemm(a, b, split_k=0)),
         (TypeError, "gemm: alpha must be a real number", lambda: gemm(a, b, alpha="1")),
         (ValueError, "gemm: alpha must be a number or a 0-d array", lambda: gemm(a, b, alpha=a)),
+        (TypeError, "gemm: alpha must be a real number", lambda: gemm(a, b, alpha=np.complex64(1))),
+        (ValueError, "gemm: alpha must fit a float, got a larger int", lambda: gemm(a, b, alpha=10**400)),
+        (ValueError, "gemm: b must be given, got None", lambda: gemm(a, None)),
+        (ValueError, "gemm: a must be given, got None", lambda: gemm(None, None)),
+        (ValueError, "gemm: activation must be None, 'relu'", lambda: gemm(a, b, activation=["relu"])),
+        (ValueError, "gemm: activation must be None, 'relu'", lambda: gemm(a, b, activation=np.zeros(3))),
+        (ValueError, "gemm: precision must be None or 'tf32'", lambda: gemm(a, b, precision={})),
+        (TypeError, "gemm: out_dtype must be float16 or float32", lambda: gemm(a, b, out_dtype=[1])),
+        (TypeError, "gemm: out_dtype must be float16 or float32", lambda: gemm(a, b, out_dtype="junk")),
+        (TypeError, "gemm: split_k must be an integer", lambda: gemm(a, b, split_k=[2])),
         (
             ValueError,
             "gemm: b must have batch axes",
@@ -354,6 +384,63 @@ def test_errors(device):
         with pytest.raises(error) as raised:
             call()
         assert str(raised.value).startswith(text)
+
+
+def test_errors_of_a_plan(device):
+    """What cannot become right is refused when the plan is made."""
+    sizes, half = (4, 8, 6), np.float16
+    for error, text, call in [
+        (ValueError, "dtype must be float16", lambda: Gemm(*sizes, None)),
+        (ValueError, "dtype must be float16", lambda: Gemm(*sizes, "junk")),
+        (ValueError, "dtype must be float16", lambda: Gemm(*sizes, [1])),
+        (TypeError, "M must be an integer", lambda: Gemm(4.0, 8, 6, half)),
+        (ValueError, "activation must be", lambda: Gemm(*sizes, half, activation="tanh")),
+        (ValueError, "activation must be", lambda: Gemm(*sizes, half, activation=["relu"])),
+        (ValueError, "N must be even for swiglu, got 7", lambda: Gemm(4, 7, 6, half, activation="swiglu")),
+        (ValueError, "split_k must be between 1 and 1024", lambda: Gemm(*sizes, half, split_k=0)),
+        (TypeError, "split_k must be an integer", lambda: Gemm(*sizes, half, split_k=2.0)),
+        (ValueError, "precision must be None for float16", lambda: Gemm(*sizes, half, precision="tf32")),
+        (ValueError, "precision must be None or 'tf32'", lambda: Gemm(*sizes, np.float32, precision="bf16")),
+        (TypeError, "out_dtype must be float16 or float32", lambda: Gemm(*sizes, half, out_dtype="float64")),
+        (TypeError, "alpha must be a real number", lambda: Gemm(*sizes, half, alpha="1")),
+        (TypeError, "beta must be a real number", lambda: Gemm(*sizes, half, beta=None)),
+        (ValueError, "alpha must fit a float", lambda: Gemm(*sizes, half, alpha=10**400)),
+        (ValueError, "alpha must be a number or a 0-d", lambda: Gemm(*sizes, half, alpha=device.put(np.ones(2)))),
+        (ValueError, "bias must have shape (8,)", lambda: Gemm(*sizes, half, bias=device.put(np.zeros(4, half)))),
+        (TypeError, "bias must have dtype float16", lambda: Gemm(*sizes, half, bias=device.put(np.zeros(8)))),
+        (TypeError, "bias must be a GPU array", lambda: Gemm(*sizes, half, bias=[0] * 8)),
+        (
+            ValueError,
+            "residual must broadcast to shape (4, 4)",
+            lambda: Gemm(*sizes, half, activation="swiglu", residual=device.put(np.zeros((4, 8), half))),
+        ),
+        (ValueError, "b_dtype must be", lambda: Gemm(*sizes, half, b_dtype="int5")),
+        (ValueError, "dtype must be float16 or bfloat16", lambda: Gemm(*sizes, np.float32, b_dtype="int4")),
+        (ValueError, "scale_b must be given", lambda: Gemm(*sizes, half, b_dtype="int4")),
+    ]:
+        with pytest.raises(error) as raised:
+            call()
+        assert str(raised.value).replace("'float", "float").startswith(f"Gemm: {text}")
+
+
+def test_out_has_entries_of_its_own(device):
+    """Views whose rows, columns or matrices share memory are refused; those that only interleave are not."""
+    as_strided = device.xp.lib.stride_tricks.as_strided
+    x = device.put(np.ones((2, 4, 4), np.float16))
+    buffer = device.put(np.zeros(256, np.float16))
+    for strides in ((32, 0, 2), (32, 2, 2), (32, 6, 2), (24, 8, 2), (6, 8, 2), (2, 8, 2)):
+        with pytest.raises(ValueError, match="gemm: out must have entries of its own"):
+            gemm(x, x, out=as_strided(buffer, (2, 4, 4), strides))
+    for strides in ((32, 8, 2), (8, 16, 2), (2, 16, 4), (32, 2, 8)):
+        same(device, gemm(x, x, out=as_strided(buffer, (2, 4, 4), strides)), np.full((2, 4, 4), 4))
+
+
+def test_read_only_out():
+    x = np.ones((4, 4), np.float16)
+    out = np.zeros((4, 4), np.float16)
+    out.flags.writeable = False
+    with rawops.emulate(), pytest.raises(ValueError, match="gemm: out must be writeable, got a read-only array"):
+        gemm(x, x, out=out)
 
 
 KERNELTILES = [(kind, tile) for kind, tiles in TILES.items() for tile in tiles]

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from rawops._gemm_call import Product
+import rawops
+from rawops._gemm_call import Product, scalars
 from rawops._gemm_operands import Options
 from rawops._runtime import arrays
 
@@ -99,3 +100,40 @@ def test_a_result_over_an_input_is_found(prepared):
             launch = product._launch_of(key, found, addresses)
             overlapping = -2 * x.size < shift < last
             assert launch.collides(addresses) == (overlapping and not (shift == 0 and role in ("c", "residual")))
+
+
+# --- scalars --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_scalar_array_lives_until_the_launch(arch, dtype):
+    """Arrays that nobody but the call holds, as in alpha=1 / scale."""
+    x = np.eye(16, dtype=dtype)
+    with rawops.emulate(arch=arch):
+        alpha, beta = np.array(2.0, np.float32), np.array(3.0, np.float64)
+        for split_k in (None, 2):
+            got = rawops.gemm(x, x, x, alpha=alpha.copy(), beta=beta.copy(), split_k=split_k)
+            np.testing.assert_array_equal(got, 5 * x)
+        plan = rawops.Gemm(16, 16, 16, dtype, alpha=alpha.copy(), beta=beta.copy())
+        np.testing.assert_array_equal(plan(x, x, x), 5 * x)
+
+
+def test_a_scalar_array_is_on_the_device_of_a(monkeypatch):
+    class Exporting(Native):
+        __dlpack__ = None
+
+    monkeypatch.setattr(arrays, "take", lambda function, **named: (list(named.values()), None))
+    monkeypatch.setattr(arrays.devices, "cuda", lambda ordinal: ("cuda:0", "cuda:1")[ordinal])
+    with pytest.raises(ValueError, match="gemm: beta must be on the same device as a "):
+        scalars("gemm", 1.0, Exporting((), "float32", ordinal=1), Native((4, 4)), Native((4, 4)))
+
+
+def test_equal_options_of_other_types_are_no_options():
+    x = np.eye(16, dtype=np.float16)
+    with rawops.emulate():
+        for split_k, wrong in ((2, 2.0), (1, True)):
+            rawops.gemm(x, x, split_k=split_k)
+            with pytest.raises(TypeError, match="gemm: split_k must be an integer"):
+                rawops.gemm(x, x, split_k=wrong)
+        rawops.gemm(x, x, split_k=np.int64(2))

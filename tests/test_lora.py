@@ -133,6 +133,16 @@ def test_batches(device, rng, intermediate):
         same(device, got, references.lora_linear(take(x), **weights) + residual)
 
 
+def test_more_batch_axes_than_a_kernel_has(device, rng, intermediate):
+    weights = operands(rng, 1, 48, 40, 8)
+    del weights["x"]
+    x = integers(rng, (4, 4, 4, 4, 3, 40))[::2, 1::2, ::2, ::-2]
+    on_device = device.put(np.ascontiguousarray(x.transpose(3, 1, 2, 0, 4, 5))).transpose(3, 1, 2, 0, 4, 5)
+    residual = integers(rng, (2, 1, 2, 3, 48))
+    got = lora_linear(on_device, **put(device, weights), residual=device.put(residual))
+    same(device, got, references.lora_linear(x, **weights) + residual)
+
+
 def test_split_k(device, rng, intermediate):
     """Few tiles and a long K: every slice adds its own part, or the first adds all."""
     inputs = operands(rng, 5, 72, 2048, 8)
@@ -340,7 +350,27 @@ def test_errors(device):
         (ValueError, "FusedLoRA: a must have shape", lambda: FusedLoRA(c, a.T, b)),
         (ValueError, "FusedLoRA: activation must be", lambda: FusedLoRA(c, a, b, activation="tanh")),
         (ValueError, "FusedLoRA: x must have shape", lambda: FusedLoRA(c, a, b)(zeros(4, 5))),
+        (ValueError, "FusedLoRA: a must be given, got None", lambda: FusedLoRA(c, None, b)),
+        (TypeError, "FusedLoRA: scaling must be a real number", lambda: FusedLoRA(c, a, b, "1")),
+        (ValueError, "FusedLoRA: bias must have shape (8,)", lambda: FusedLoRA(c, a, b, bias=zeros(4))),
+        (TypeError, "FusedLoRA: bias must have dtype", lambda: FusedLoRA(c, a, b, bias=zeros(8, dtype="f8"))),
+        (
+            ValueError,
+            "FusedLoRA: c must have an even number of columns",
+            lambda: FusedLoRA(c[:, :7], a, b[:, :7], activation="swiglu"),
+        ),
+        (ValueError, "lora_linear: a must be given, got None", lambda: lora_linear(x, c, None, None)),
+        (ValueError, "lora_linear: activation must be", lambda: lora_linear(x, c, a, b, activation=["relu"])),
+        (ValueError, "lora_linear: scaling must fit a float", lambda: lora_linear(x, c, a, b, scaling=10**400)),
         (ValueError, "FusedLoRA.from_peft: lora_a must have 2", lambda: FusedLoRA.from_peft(c.T, a[0], b.T, 8)),
+        (ValueError, "FusedLoRA.from_peft: lora_a must have shape", lambda: FusedLoRA.from_peft(c, a.T, b.T, 8)),
+        (ValueError, "FusedLoRA.from_peft: lora_b must have shape", lambda: FusedLoRA.from_peft(c.T, a.T, b, 8)),
+        (ValueError, "FusedLoRA.from_peft: weight must be given", lambda: FusedLoRA.from_peft(None, a.T, b.T, 8)),
+        (
+            TypeError,
+            "FusedLoRA.from_peft: lora_b must have dtype float16",
+            lambda: FusedLoRA.from_peft(c.T, a.T, zeros(8, 2, dtype="f4"), 8),
+        ),
     ]:
         with pytest.raises(error) as raised:
             call()

@@ -211,6 +211,19 @@ def test_a_missing_file():
         rawops.Kernel("nowhere.cu", "f")
 
 
+def test_what_is_no_kernel_raises():
+    text = "__global__ void f() {}\n"
+    for expression in (None, b"f", 4):
+        with pytest.raises(TypeError, match="Kernel: expression must be a string such as"):
+            rawops.Kernel(text, expression)
+    for options in ([4], "-DN=4", None, 4, [b"-DN=4"]):
+        with pytest.raises(TypeError, match="Kernel: options must be a tuple of strings, got"):
+            rawops.Kernel(text, "f", options)
+    for arch in (None, 80, ["sm_80"]):
+        with pytest.raises(TypeError, match="f: arch must be a name such as 'sm_90a', got"):
+            rawops.Kernel(text, "f").compile(arch)
+
+
 # --- threads --------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +319,27 @@ def test_precompile_and_kernels_go_through_the_registry(registry, compilations):
     assert len(every) == 3 + 2 + 3
     assert all(info.resources["sm_90a"].registers for info in every)
     assert "sm_80" not in every[-1].resources
+
+
+@pytest.mark.parametrize("arch", ["sm_1", "sm_33", "SM_80", "90a", None])
+def test_architectures_without_kernels_raise(registry, compilations, arch):
+    spec()
+    for call in (lambda: rawops.kernels(("sm_80", arch)), lambda: rawops.precompile(arch or "", progress=False)):
+        with pytest.raises(ValueError, match=r"arch must be an architecture that its kernels exist for, .* got"):
+            call()
+    assert compilations == []
+
+
+def test_precompile_takes_names_of_sources(registry, compilations):
+    spec(source="gemm_sm90.cu", min_arch=90)
+    spec(source=str(KERNELS / "saxpy.cu"))
+    for ops, word in ((["nope"], "'nope'"), ([str(KERNELS), "nope"], "'nope'"), ([4], "4")):
+        with pytest.raises(ValueError, match=rf"precompile: ops must start .*gemm_sm90\.cu.* got {word}"):
+            rawops.precompile("sm_80", ops, progress=False)
+    with pytest.raises(ValueError, match="precompile: arch must be"):
+        rawops.precompile("sm_80", ["gemm"], progress=False)
+    assert compilations == []
+    assert rawops.precompile("sm_80", str(KERNELS / "sax"), progress=False) == 2
 
 
 # --- reload ---------------------------------------------------------------------------------------------------------

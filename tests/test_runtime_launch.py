@@ -160,6 +160,9 @@ def test_a_spec_launches_with_packed_values(device, monkeypatch):
 # --- arrays ---------------------------------------------------------------------------------------------------------
 
 
+SWAPPED = np.dtype(np.float32).newbyteorder()
+
+
 def test_a_view_passes_its_first_element(device):
     kernel, out = rawops.Kernel(ARGUMENTS, "first_element"), device.put(np.zeros(1, np.float32))
     x = device.put(np.arange(24, dtype=np.float32).reshape(4, 6))
@@ -175,7 +178,7 @@ def test_a_pointer_is_an_address_too(device):
     for address in (place.pointer(x[3:]), np.uint64(place.pointer(x) + 12)):
         kernel(1, 1, (address, out))
         assert device.get(out)[0] == 3
-    for wrong in (1.0, "x", None, -1, 2**64):
+    for wrong in (1.0, "x", None, -1, 2**64, True):
         with pytest.raises(TypeError, match=r"args\[0\] must be an array or an address"):
             kernel(1, 1, (wrong, out))
 
@@ -185,6 +188,46 @@ def test_arrays_of_the_small_float_types_are_arrays(device):
     x, y = (device.put(np.full(1, bits, np.int16)) for bits in (12345, 0))
     kernel(1, 1, (x.view(ml_dtypes.bfloat16), y.view(ml_dtypes.bfloat16)))
     assert device.get(y)[0] == 12345
+
+
+@pytest.mark.parametrize("first_call", [True, False])
+def test_arrays_whose_elements_a_kernel_cannot_read_raise(first_call):
+    out = np.zeros(2, np.float32)
+    kernel = rawops.Kernel(ARGUMENTS, "first_element")
+    with rawops.emulate():
+        if not first_call:
+            kernel(1, 1, (out, out))
+        for wrong in (np.full(2, None), np.array(None), np.array([(None,)], [("x", object)])):
+            with pytest.raises(TypeError, match=r"first_element: args\[0\] must have numbers for elements, got dtype"):
+                kernel(1, 1, (wrong, out))
+        for wrong in (np.ones(2, SWAPPED), np.array(1, SWAPPED), np.ones(1, [("x", SWAPPED)])):
+            with pytest.raises(TypeError, match=r"first_element: args\[0\] must have native byte order, got dtype"):
+                kernel(1, 1, (wrong, out))
+    assert out[0] == 0
+
+
+def test_ops_take_no_swapped_bytes():
+    a, swapped = np.ones((4, 4), np.float32), np.ones((4, 4), SWAPPED)
+    with rawops.emulate():
+        for operands, name in (((swapped, a), "a"), ((a, swapped), "b"), ((a, a, swapped), "c")):
+            with pytest.raises(TypeError, match=f"gemm: {name} must have native byte order"):
+                rawops.gemm(*operands, beta=len(operands) - 2)
+        with pytest.raises(TypeError, match="gemm: out must have native byte order"):
+            rawops.gemm(a, a, out=swapped)
+
+
+def test_the_fast_path_of_the_ops_leaves_swapped_bytes_to_take(monkeypatch):
+    class Array(np.ndarray):
+        """As CuPy's: data has an address."""
+
+        @property
+        def data(self):
+            return types.SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+
+    monkeypatch.setattr(arrays, "_native", Array)
+    x = np.ones(2, np.float32).view(Array)
+    assert arrays.signature((x, None, x)) is not None
+    assert arrays.signature((x, None, x.astype(SWAPPED))) is None
 
 
 def test_numpy_arrays_outside_the_emulator_say_both_ways_out(monkeypatch):
@@ -225,6 +268,35 @@ def test_bad_grids_and_blocks_raise(device):
     for block in (0, 1025, (32, 33), (1, 1, 65), (2.5,), None):
         with pytest.raises(ValueError, match="saxpy<float>: block must"):
             kernel(1, block, (1, 0, 0, 0))
+
+
+def test_what_was_launched_before_makes_no_bad_geometry_good(device):
+    kernel, out = rawops.Kernel(ARGUMENTS, "last_shared"), device.put(np.zeros(1, np.float32))
+
+    def launch(grid=1, block=1, shared_mem=4):
+        kernel(grid, block, (out, 1), shared_mem)
+
+    for good in (1, (1,), (1, 1), (1, 1, 1), np.int64(1)):
+        launch(grid=good)
+        launch(block=good)
+    launch(shared_mem=1024)
+    for bad in (1.0, True, (1.0,), (1, True), (1, 1, 1.0), np.float32(1), np.bool_(True), np.array([1]), (np.ones(1),)):
+        for name in ("grid", "block"):
+            with pytest.raises(ValueError, match=rf"last_shared: {name} must be 1 to 3 integers from 1 to .*, got"):
+                launch(**{name: bad})
+    for bad in (1024.0, False, True, np.array([1024]), None, [0]):
+        with pytest.raises(TypeError, match="last_shared: shared_mem must be an integer, got"):
+            launch(shared_mem=bad)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_arguments_come_in_a_tuple(device, before):
+    kernel, out = rawops.Kernel(ARGUMENTS, "first_element"), device.put(np.zeros(2, np.float32))
+    if before:
+        kernel(1, 1, [out, out])
+    for wrong, got in ((5, "5"), (None, "None"), (out, r"ndarray of shape \(2,\)"), ("xy", "'xy'")):
+        with pytest.raises(TypeError, match=f"first_element: args must be a tuple, got {got}"):
+            kernel(1, 1, wrong)
 
 
 SHARED = [48 * 1024, 48 * 1024 + 16, 99 * 1024, 227 * 1024]
@@ -302,6 +374,62 @@ def test_the_last_good_kernel_runs_on_after_a_broken_edit(device, tmp_path, edit
     editable("saxpy.cu", "step(a, x[i], y[i])", "step(a, x[i], T(0))")
     assert len(rawops.reload()) == 1
     assert saxpy_of(device, kernel)[4] == 8
+
+
+# Parameters, then how the kernel is called and what it writes.
+SIGNATURES = [
+    ("float* out, int n", (7,), 7),
+    ("float* out, int n, int more", (7, 8), 7),  # added
+    ("float* out", (), -1),  # removed
+    ("float* out, float n", (0.5,), 0.5),  # retyped
+    ("float* out, unsigned char n", (255,), 255),
+    ("float* out, const float* x, float n", (None, 2.5), 2.5),
+    ("float* out, float n, const float* x", (1.5, None), 1.5),  # swapped
+    ("float* out, struct Pair n", (np.array([1, 2], np.float32).tobytes(),), 2),
+    ("float* out, int n", (9,), 9),
+]
+
+
+def with_signature(parameters: str) -> str:
+    value = "n.second" if "Pair n" in parameters else "n" if " n" in parameters else "-1"
+    return f"struct Pair {{ float first, second; }};\n__global__ void f({parameters}) {{ out[0] = {value}; }}\n"
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_new_signature_is_in_use_after_reload(device, tmp_path, compile):
+    path, out = tmp_path / "f.cu", device.put(np.zeros(1, np.float32))
+    kernel, before = None, None
+    for parameters, args, written in SIGNATURES:
+        path.write_text(with_signature(parameters))
+        kernel = kernel or rawops.Kernel(path, "f")
+        rawops.reload(compile=compile)
+        args = (out, *(out if arg is None else arg for arg in args))
+        if before is not None and len(before) != len(args):
+            with pytest.raises(TypeError, match=f"f: args must have {len(args)} entries, got {len(before)}"):
+                kernel(1, 1, before)
+        for _ in range(2):
+            out[...] = 0
+            kernel(1, 1, args)
+            assert device.get(out)[0] == written
+        before = args
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_broken_source_keeps_the_signature_too(device, tmp_path, compile):
+    path, out = tmp_path / "f.cu", device.put(np.zeros(1, np.float32))
+    path.write_text(with_signature("float* out, int n"))
+    kernel = rawops.Kernel(path, "f")
+    kernel(1, 1, (out, 3))
+    path.write_text(with_signature("float* out, float n, nonsense"))
+    rawops.reload(compile=compile)
+    if not compile:
+        with pytest.raises(rawops.CompileError):
+            kernel(1, 1, (out, 4))
+        assert device.get(out)[0] == 3
+    with pytest.raises(TypeError, match=r"args\[1\] must be an integer"):
+        kernel(1, 1, (out, 1.5))
+    kernel(1, 1, (out, 5))
+    assert device.get(out)[0] == 5
 
 
 def test_a_new_emulator_after_reload_runs_the_edited_kernel(tmp_path, editable):
