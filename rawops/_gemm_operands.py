@@ -117,12 +117,15 @@ def number(function: str, name: str, value) -> float:
     return checks.fail(ValueError, function, name, "fit a float", f"a larger {type(value).__name__}")
 
 
-def dtype_name(dtype) -> str:
-    """Return the name of a dtype, and the repr of what is none; None is none."""
+def check_dtype(function: str, argument: str, dtype, allowed, where: str = "") -> str:
+    """Return the name of a dtype, which must be one of `allowed`."""
     try:
-        return repr(dtype) if dtype is None else dtypes.name(dtype)
+        name = repr(dtype) if dtype is None else dtypes.name(dtype)
     except (TypeError, ValueError, AttributeError):
-        return repr(dtype)
+        name = repr(dtype)
+    if name not in allowed:
+        checks.fail(TypeError, function, argument, f"be {' or '.join(allowed)}{where}", name)
+    return name
 
 
 def check_given(function: str, **named) -> None:
@@ -155,10 +158,7 @@ def _check_precision(function: str, precision: str | None, dtype: str) -> None:
 
 
 def _out_dtype(function: str, argument: str, wanted, dtype: str) -> str:
-    name, allowed = dtype_name(wanted), tuple(dict.fromkeys((dtype, "float32")))
-    if name not in allowed:
-        checks.fail(TypeError, function, argument, f"be {' or '.join(allowed)} for {dtype} inputs", name)
-    return name
+    return check_dtype(function, argument, wanted, dict.fromkeys((dtype, "float32")), f" for {dtype} inputs")
 
 
 # --- checks of a call -----------------------------------------------------------------------------------------------

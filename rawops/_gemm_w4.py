@@ -14,7 +14,7 @@ import numpy as np
 
 from rawops._gemm_call import Product
 from rawops._gemm_config import CALL_FIELDS, LAYOUT_CHOICES, SHAPE_FIELDS, SWIGLU, Config, Problem
-from rawops._gemm_operands import ROLES, Operand, Options, Request, Sizes, check
+from rawops._gemm_operands import ROLES, Operand, Options, Request, Sizes, check, check_dtype
 from rawops._runtime import checks, dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
@@ -193,7 +193,7 @@ class WeightProduct(Product):
         self.roles = (*ROLES, "scale_b", "zero_b") if has_zeros else (*ROLES, "scale_b")
         self.b_dtype = checks.choice(function, "b_dtype", b_dtype, FORMATS)
         if options.sizes is not None:
-            checks.choice(function, "dtype", options.sizes[-1], _DTYPES)
+            check_dtype(function, "dtype", options.sizes[-1], _DTYPES, " with b_dtype")
 
     def check(self, request: Request) -> tuple[str, str, Sizes]:
         _check_weights(request, self.b_dtype)

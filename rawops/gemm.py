@@ -6,7 +6,7 @@ import functools
 
 from rawops._gemm_call import ZERO, Product, scalar, scalars
 from rawops._gemm_config import DTYPES
-from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, dtype_name, split_count
+from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_dtype, split_count
 from rawops._gemm_w4 import WeightProduct
 from rawops._runtime import arrays, checks
 
@@ -59,7 +59,8 @@ def gemm(
     Parameters
     ----------
     a : array (..., M, K)
-        float16, bfloat16, float32 or float64. Batch axes broadcast with those of `b`.
+        float16, bfloat16, float32 or float64. Batch axes broadcast with those of `b`; of more than three that cannot
+        be merged, the outermost take a launch for each entry.
     b : array (..., K, N)
         Same dtype. Both operands may have any strides; contiguous along either axis, with rows on 16-byte
         boundaries, is fastest.
@@ -152,7 +153,7 @@ class Gemm:
         deterministic: bool = False,
     ) -> None:
         sizes = (checks.int_range("Gemm", n, v, 0, MAX_SIZE) for n, v in (("M", M), ("N", N), ("K", K)))
-        plan = (*sizes, checks.choice("Gemm", "dtype", dtype_name(dtype), DTYPES))
+        plan = (*sizes, check_dtype("Gemm", "dtype", dtype, DTYPES))
         options = Options(activation, out_dtype, precision, split_k, plan)
         self._product = _product_of("Gemm", options, b_dtype, zero_b is not None, workspaces={})
         self._groups = _groups("Gemm", b_dtype, scale_b, zero_b)

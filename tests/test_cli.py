@@ -95,11 +95,11 @@ def test_an_architecture_that_nvrtc_does_not_know_fails(capsys, registry):
 
 
 def test_a_wrong_variable_is_a_usage_error(tmp_path):
-    child = "import subprocess, sys; subprocess.call([sys.executable, '-m', 'rawops', 'demo'], stderr=sys.stdout)"
+    child = "import sys; from rawops.__main__ import main; sys.stderr = sys.stdout; print(main(['demo']))"
     changes = {"RAWOPS_EMULATE": "1", "RAWOPS_EMULATE_ARCH": "sm_70"}
-    err = python(child + "; print('end')", cache=tmp_path / "cache", cwd=tmp_path, **changes).stdout
-    line, end = err.splitlines()
-    assert end == "end" and re.fullmatch(r"emulate: .*RAWOPS_EMULATE_ARCH.* must be .*'sm_90a', got 'sm_70'", line)
+    line, code = python(child, cache=tmp_path / "cache", cwd=tmp_path, **changes).stdout.decode().splitlines()
+    assert code == "2"
+    assert re.fullmatch(r"emulate: .*RAWOPS_EMULATE_ARCH.* must be .*'sm_90a', got 'sm_70'", line)
 
 
 def test_defects_are_no_usage_errors(monkeypatch):

@@ -7,6 +7,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from test_emulator_core import launch
 
 from rawops._emulator import GlobalMemory, Program, emulate_launch
 
@@ -564,3 +565,42 @@ def test_warp_reductions_and_masks():
     np.testing.assert_array_equal(total.reshape(2, 32), np.repeat(whole.sum(1)[:, None], 32, 1))
     np.testing.assert_array_equal(parity.view(np.int32).reshape(2, 32)[:, 5], np.bitwise_xor.reduce(whole, axis=1))
     assert (same == 0xFFFFFFFF).all()
+
+
+_HALF_FUNCTIONS = {
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "exp10": lambda x: 10**x,
+    "log": np.log,
+    "log2": np.log2,
+    "log10": np.log10,
+    "rcp": np.reciprocal,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+}
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_functions_of_the_half_header(pairs):
+    """cuda_fp16.h declares registers in its assembly without a blank: ``.reg.b32 f``."""
+    kind, prefix = ("__half2", "h2") if pairs else ("__half", "h")
+    lines = "\n".join(f"    y[n * {i} + t] = {prefix}{name}(x[t]);" for i, name in enumerate(_HALF_FUNCTIONS))
+    source = f"""
+#include <cuda_fp16.h>
+extern "C" __global__ void k(const {kind}* x, {kind}* y, int n) {{
+    const int t = blockIdx.x * 32 + threadIdx.x;
+{lines}
+}}
+"""
+    n = 256
+    x = np.exp(np.random.default_rng(1).uniform(-3, 1, n)).astype(np.float16)
+    y = np.zeros((len(_HALF_FUNCTIONS), n), np.float16)
+    threads = n // 2 if pairs else n
+    launch(source, threads // 32, 32, x, y, np.int32(threads))
+    for got, (name, function) in zip(y, _HALF_FUNCTIONS.items(), strict=True):
+        exact = function(x.astype(np.float64))
+        ulp = np.spacing(np.abs(exact).astype(np.float16)).astype(np.float64)
+        assert (np.abs(got - exact) <= ulp).all(), name

@@ -69,11 +69,75 @@ def test_store_to_read_only_array():
     refused(MemoryFault, source, 2, 32, np.zeros(64, np.float32), y, line=4, match="read-only")
 
 
-def test_null_pointer():
+def session(source):
+    """A function that launches a kernel of one block of 32 again and again, in one memory."""
+    memory, program = GlobalMemory(), Program.parse(compile_ptx(source), "k")
+
+    def again(*arguments):
+        emulate_launch(program, (1, 1, 1), (32, 1, 1), pack(memory, arguments), memory=memory)
+
+    return again, memory
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_slice_is_no_larger_for_having_been_passed_whole(offset):
+    again, _ = session(OFF_BY_ONE.replace("OFFSET", str(offset)))
+    x, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    again(x, y)
+    again(x[: 32 + offset], y[:32])
+    with pytest.raises(MemoryFault, match=rf"load .* ends 4 bytes past the end of .* shape \({31 + offset},\)"):
+        again(x[: 31 + offset], y)
+    with pytest.raises(MemoryFault, match=r"store .* ends 4 bytes past"):
+        again(x, y[:31])
+    with pytest.raises(MemoryFault, match=r"load .* near an empty float32 array"):
+        again(x[:0], y)
+    again(x, y)
+
+
+def test_a_read_only_view_is_so_after_a_writeable_one():
+    again, _ = session(OFF_BY_ONE.replace("OFFSET", "0"))
+    x, y = np.zeros(32, np.float32), np.zeros(32, np.float32)
+    again(x, y)
+    view = y.view()
+    view.flags.writeable = False
+    with pytest.raises(MemoryFault, match="read-only"):
+        again(x, view)
+    again(view, x)
+
+
+def test_a_table_of_pointers_stays_good():
+    again, memory = session("""
+extern "C" __global__ void k(float* const* table, float* y) { y[threadIdx.x] = table[threadIdx.x % 2][threadIdx.x]; }
+""")
+    x, y = np.arange(64, dtype=np.float32), np.zeros(32, np.float32)
+    table = np.array([memory.map(x[:32]), memory.map(x[32:])], np.uint64)
+    for _ in range(2):
+        again(table, y)
+        np.testing.assert_array_equal(y, np.arange(32) + 32 * (np.arange(32) % 2))
+        y[:] = 0
+
+
+@pytest.mark.parametrize(
+    ("index", "match"), [(0, "at 0x0 .*null pointer$"), (-1, "pointer -4 bytes"), (9, r"\+36 bytes")]
+)
+def test_null_pointer(index, match):
     source = """
-extern "C" __global__ void k(float* y, const float* nothing) { y[threadIdx.x] = nothing[threadIdx.x]; }
+extern "C" __global__ void k(float* y, const float* nothing, long long i) { y[threadIdx.x] = nothing[i]; }
 """
-    refused(MemoryFault, source, 1, 32, np.zeros(32, np.float32), np.uint64(0), line=2, match="at 0x0")
+    with pytest.raises(MemoryFault, match=f"(?m)k, .*kernel.cu:2, block.*thread.* {match}"):
+        launch(source, 1, 32, np.zeros(32, np.float32), np.uint64(0), np.int64(index))
+
+
+def test_a_null_pointer_in_some_lanes():
+    source = """
+extern "C" __global__ void k(float* y, long long below) {
+    float* p = threadIdx.x == 3 ? (float*)below : y + threadIdx.x;
+    *p = 1;
+}
+"""
+    refused(
+        MemoryFault, source, 1, 32, np.zeros(32, np.float32), np.int64(-4), line=4, thread=3, match="null pointer -4"
+    )
 
 
 def test_misaligned_vector_load():
@@ -275,6 +339,71 @@ extern "C" __global__ void k(int* y) {
     refused(BarrierError, source, 1, 32, np.zeros(32, np.int32), line="[34]", match="divergent", thread=None)
 
 
+@pytest.mark.parametrize("shuffle", ["__shfl_xor_sync(~0u, t, 1)", "__ballot_sync(~0u, 1)", "(__syncwarp(), 1)"])
+@pytest.mark.parametrize("others", ["", "else z[t] = t * t;"])
+def test_partners_that_have_exited(shuffle, others):
+    source = f"""
+extern "C" __global__ void k(int* y, int* z) {{
+    const int t = threadIdx.x;
+    if (t < 16) y[t] = {shuffle}; {others}
+}}
+"""
+    arrays = np.zeros((2, 64), np.int32)
+    match = "mask 0xffffffff names lanes 16-31 that exited"
+    refused(BarrierError, source, 1, 64, *arrays, line=4, match=match)
+    launch(source, 1, 64, *arrays, check=False)
+    launch(source, 1, 16, *arrays)  # lanes that never were are nobody's partners
+
+
+def test_partners_that_wait_elsewhere():
+    source = """
+extern "C" __global__ void k(int* y) {
+    if (threadIdx.x < 16) { __syncwarp(0xffffff); y[threadIdx.x] = 1; }
+    __syncthreads();
+    y[threadIdx.x] = 2;
+}
+"""
+    match = r"0-15 at bar.warp.sync with member mask 0x00ffffff, which lanes 16-23 of the warp do not reach"
+    refused(BarrierError, source, 1, 32, np.zeros(32, np.int32), line="3", match=match, thread=None)
+
+
+def test_a_lane_outside_its_own_mask():
+    source = """
+extern "C" __global__ void k(int* y) {
+    y[threadIdx.x] = __shfl_xor_sync(0xffff, threadIdx.x, 1);
+}
+"""
+    match = "mask 0x0000ffff leaves out the lane itself"
+    refused(BarrierError, source, 1, 32, np.zeros(32, np.int32), line=3, thread=16, match=match)
+
+
+@pytest.mark.parametrize("shuffle", ["__shfl_sync(0xffff, t, 20)", "__shfl_xor_sync(0xffff, t, 20)"])
+def test_shuffle_from_a_lane_that_takes_no_part(shuffle):
+    source = f"""
+extern "C" __global__ void k(int* y) {{
+    const int t = threadIdx.x;
+    if (t < 16) y[t] = {shuffle};
+}}
+"""
+    match = "read of lane 20 of the warp, which takes no part"
+    refused(UninitializedRead, source, 1, 32, np.zeros(32, np.int32), line=4, match=match)
+
+
+def test_reduction_of_half_a_warp_may_read_past_its_lanes():
+    source = """
+extern "C" __global__ void k(float* y) {
+    float v = threadIdx.x;
+    if (threadIdx.x >= 16) return;
+    for (int i = 8; i; i /= 2) v += __shfl_down_sync(0xffff, v, i);
+    y[threadIdx.x] = v;
+}
+"""
+    y = np.zeros(16, np.float32)
+    launch(source, 1, 32, y)
+    assert y[0] == 120
+    assert np.isnan(y[8:]).all()
+
+
 @pytest.mark.parametrize("resident_lanes", [32, 4096])
 def test_waiting_for_what_never_comes(resident_lanes):
     source = """
@@ -315,3 +444,41 @@ def test_wrong_launches():
         launch(source, 2, 2048, x, y)
     with pytest.raises(ValueError, match="completion must be"):
         launch(source, 2, 32, x, y, completion="soon")
+
+
+def test_blocks_that_the_kernel_is_not_compiled_for():
+    y = np.zeros(128, np.int32)
+    source = 'extern "C" __global__ void BOUND k(int* y) { y[threadIdx.x] = 1; }'
+    bounded = source.replace("BOUND", "__launch_bounds__(64)")
+    launch(bounded, 1, (16, 4), y)
+    with pytest.raises(EmulatorError, match=r"at most 64 threads .* got block \(32, 4, 1\) of 128"):
+        launch(bounded, 1, (32, 4), y)
+    fixed = ".reqntid 64, 1, 1"
+    ptx = compile_ptx(bounded)
+    ptx = ptx[ptx.index(".version") :].replace(".maxntid 64", fixed)
+    assert fixed in ptx
+    launch(ptx, 1, 64, y)
+    with pytest.raises(EmulatorError, match=r"compiled for a block of \(64, 1, 1\) .* got block \(32, 1, 1\)"):
+        launch(ptx, 1, 32, y)
+
+
+@pytest.mark.parametrize(
+    ("table", "chosen", "line"),
+    [
+        ("__device__ F table[] = {f, g};", "table[x[0]]", 7),
+        ("__constant__ F table[] = {f, g};", "table[x[0]]", 7),
+        ("", "(x[0] ? f : g)", 7),
+    ],
+)
+def test_pointers_to_functions(table, chosen, line):
+    source = f"""
+__device__ __noinline__ int f(int x) {{ return x + 1; }}
+__device__ __noinline__ int g(int x) {{ return x * 2; }}
+typedef int (*F)(int);
+{table}
+extern "C" __global__ void k(int* x) {{
+    x[1] = {chosen}(x[1]);
+}}
+"""
+    with pytest.raises(UnsupportedPTX, match=rf"kernel.cu:{line}: .* pointers to functions: .*_Z1[fg]i"):
+        launch(source, 1, 32, np.zeros(2, np.int32))

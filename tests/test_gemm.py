@@ -390,9 +390,9 @@ def test_errors_of_a_plan(device):
     """What cannot become right is refused when the plan is made."""
     sizes, half = (4, 8, 6), np.float16
     for error, text, call in [
-        (ValueError, "dtype must be float16", lambda: Gemm(*sizes, None)),
-        (ValueError, "dtype must be float16", lambda: Gemm(*sizes, "junk")),
-        (ValueError, "dtype must be float16", lambda: Gemm(*sizes, [1])),
+        (TypeError, "dtype must be float16 or", lambda: Gemm(*sizes, None)),
+        (TypeError, "dtype must be float16 or", lambda: Gemm(*sizes, "junk")),
+        (TypeError, "dtype must be float16 or", lambda: Gemm(*sizes, [1])),
         (TypeError, "M must be an integer", lambda: Gemm(4.0, 8, 6, half)),
         (ValueError, "activation must be", lambda: Gemm(*sizes, half, activation="tanh")),
         (ValueError, "activation must be", lambda: Gemm(*sizes, half, activation=["relu"])),
@@ -415,12 +415,12 @@ def test_errors_of_a_plan(device):
             lambda: Gemm(*sizes, half, activation="swiglu", residual=device.put(np.zeros((4, 8), half))),
         ),
         (ValueError, "b_dtype must be", lambda: Gemm(*sizes, half, b_dtype="int5")),
-        (ValueError, "dtype must be float16 or bfloat16", lambda: Gemm(*sizes, np.float32, b_dtype="int4")),
+        (TypeError, "dtype must be float16 or bfloat16 with b_dtype", lambda: Gemm(*sizes, np.float32, b_dtype="int4")),
         (ValueError, "scale_b must be given", lambda: Gemm(*sizes, half, b_dtype="int4")),
     ]:
         with pytest.raises(error) as raised:
             call()
-        assert str(raised.value).replace("'float", "float").startswith(f"Gemm: {text}")
+        assert str(raised.value).startswith(f"Gemm: {text}")
 
 
 def test_out_has_entries_of_its_own(device):

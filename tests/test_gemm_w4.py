@@ -269,6 +269,8 @@ def test_pack_int4():
         rawops.pack_int4(np.zeros((3, 2), np.int8))
     with pytest.raises(TypeError, match="integer dtype"):
         rawops.pack_int4(np.zeros((4, 2)))
+    with pytest.raises(TypeError, match="pack_int4: q must be a NumPy or CuPy array, got list"):
+        rawops.pack_int4([[1, 2], [3, 4]])
 
 
 # --- configurations -------------------------------------------------------------------------------------------------

@@ -362,7 +362,7 @@ class Machine:
         """Where everybody waits, a line for each group."""
         ctx = self.ctx
         lines = [
-            f"    {self._code[index].place}: {ctx.describe(lanes)} at {self._code[index].opcode[0]}"
+            f"    {self._code[index].place}: {ctx.describe(lanes)} at {'.'.join(self._code[index].opcode)}"
             f"{self._partners(index, lanes)} do not reach (divergent branch)"
             for (_, index), lanes in self._gathering.items()
         ]

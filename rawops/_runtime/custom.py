@@ -29,12 +29,14 @@ class Kernel:
     expression : str
         The kernel to launch, with its template arguments: "saxpy<float>".
     options : sequence of str
-        Further NVRTC options, such as ``-DN=4``. The source may include files of its own, the library's
-        ``common/*.cuh`` and ``cuda_fp16.h``, ``cuda_bf16.h`` and ``cuda_fp8.h``; CCCL (``cuda/std``, ``cub``),
-        ``cooperative_groups.h`` and ``mma.h`` only where an ``-I`` leads to them.
+        Further NVRTC options, such as ``-DN=4``.
 
     Notes
     -----
+    The source may include files of its own (beside it or in an ``-I`` folder), the library's ``common/*.cuh``, and
+    ``cuda_fp16.h``, ``cuda_bf16.h`` and ``cuda_fp8.h``. CCCL (``cuda/std``, ``cub``), ``cooperative_groups.h`` and
+    ``mma.h`` need packages that do not come with rawops.
+
     Arguments are converted by the kernel's own parameter types: a Python number becomes the declared C++ type and
     must fit it; a pointer takes an array (its first element; strides are the kernel's business) or an integer
     address (True is none); a struct by value takes a size-one structured NumPy array or bytes of exactly its size.
@@ -73,9 +75,9 @@ class Kernel:
         grid, block, shared_mem = _geometry(name, grid, block, shared_mem)
         if not isinstance(args, (tuple, list)):
             fail(TypeError, name, "args", "be a tuple", _shown(args))
-        loaded, values = None, None
-        if self._last is not None:
-            loaded = self._last.loaded()
+        last, values = self._last, None
+        if last is not None and not last.outdated:
+            loaded = last.loaded  # once: a reload in another thread may change it, and the parameters with it
             values = _native_values(loaded, args)
         if values is None:
             loaded, values = self._convert(args)
@@ -87,7 +89,9 @@ class Kernel:
         device, args = self._placed(args)
         self._last = function = self._instance.on(device)
         self._arch = device.arch
-        loaded = function.loaded()
+        if function.outdated:
+            function.refresh()
+        loaded = function.loaded
         parameters = loaded.compiled.parameters
         if len(args) != len(parameters):
             fail(TypeError, name, "args", f"have {len(parameters)} entries", len(args))

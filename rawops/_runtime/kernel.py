@@ -117,6 +117,10 @@ class Function:
     launch : callable
         Takes grid, block, values in C++ parameter order (ints for pointers, numbers, bytes for structs) and
         ``shared_bytes=0``. It changes when a source is edited: look it up anew for every launch.
+    loaded : CudaFunction or EmulatedFunction
+        The code on the device, with the `compiled` that it is from: for values converted by its parameters.
+    outdated : bool
+        An edited source waits to be taken into use.
     """
 
     def __init__(self, instance: Instance, device: devices.Device) -> None:
@@ -124,32 +128,28 @@ class Function:
         self._retired: list = []  # a captured graph may hold the kernel from before a reload
         self._use(device.load(instance.compile(device.arch)))
 
-    def loaded(self):
-        """Return what is loaded on the device, an edited source included: its `compiled` and its `launch` agree."""
-        if self._outdated:
-            self._refresh()
-        return self._loaded
-
     def outdate(self) -> None:
         """Take an edited source into use at the next launch."""
-        self._outdated, self.launch = True, self._refresh_and_launch
+        self.outdated, self.launch = True, self._refresh_and_launch
 
-    def _use(self, loaded) -> None:
-        self._loaded, self.launch, self._outdated = loaded, loaded.launch, False
-
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Take an edited source into use now."""
         with self.instance.lock:
-            loaded = self._loaded
+            loaded = self.loaded
             try:
                 compiled = self.instance.compile(self.device.arch)
                 if compiled is not loaded.compiled:
                     loaded = self.device.load(compiled)
-                    self._retired.append(self._loaded)
+                    self._retired.append(self.loaded)
             finally:
                 self._use(loaded)  # the last good one if the source does not compile, which is raised once
 
+    def _use(self, loaded) -> None:
+        self.loaded, self.launch, self.outdated = loaded, loaded.launch, False
+
     def _refresh_and_launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
-        self.loaded().launch(grid, block, values, shared_bytes)
+        self.refresh()
+        self.loaded.launch(grid, block, values, shared_bytes)
 
 
 class KernelSpec:

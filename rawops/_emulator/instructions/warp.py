@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from ..parser import Instruction
 
 
+# What a shuffle up or down gives for a lane that is not there, NaN in every float type: the steps of a reduction
+# read past the last lane and drop what comes, so that it must not raise.
+_POISON = 0xFFFFFFFF
+
+
 def spread(ctx: Context, lanes: Lanes, values: Any) -> np.ndarray:
     """Values of a group of lanes as an array for all of them, shape (n_warps, 32); others have garbage."""
     values = np.asarray(values)
@@ -68,24 +73,30 @@ def shfl(ins: Instruction, ctx: Context) -> Run:
             source = low | (amount & ~segment)
             inside = source <= high
         source = np.where(inside, source, lane)
+        values = spread(ctx, lanes, get_a(lanes)).ravel().take(lanes.ids - lane + source)
         if ctx.launch.check:
-            _refuse_absent_sources(ctx, lanes, source, get_mask(lanes))
-        values = spread(ctx, lanes, get_a(lanes)).ravel()
-        put_d(lanes, values.take(lanes.ids - lane + source))
+            absent = _absent(ctx, lanes, source, get_mask(lanes))
+            if absent.any():
+                if mode in ("bfly", "idx"):
+                    raise _undefined(ctx, lanes, source, absent)
+                values[absent] = _POISON
+        put_d(lanes, values)
         put_p(lanes, inside)
         order_warps(ctx, lanes)
 
     return run
 
 
-def _refuse_absent_sources(ctx: Context, lanes: Lanes, source: np.ndarray, mask: Any) -> None:
-    """Raise where a lane shuffles from one that takes no part: the value is undefined."""
+def _absent(ctx: Context, lanes: Lanes, source: np.ndarray, mask: Any) -> np.ndarray:
+    """Whose source takes no part in the shuffle."""
     there = lanes.warp_bits[ctx.warp_of[lanes.index]] & mask
-    absent = (there >> source.astype(np.uint32)) & 1 == 0
-    if absent.any():
-        at = int(np.flatnonzero(absent)[0])
-        message = f"read of lane {source[at]} of the warp, which takes no part in the shuffle"
-        raise ctx.error(UninitializedRead, message, lanes.ids[at])
+    return (there >> source.astype(np.uint32)) & 1 == 0
+
+
+def _undefined(ctx: Context, lanes: Lanes, source: np.ndarray, absent: np.ndarray) -> UninitializedRead:
+    at = int(np.flatnonzero(absent)[0])
+    message = f"read of lane {source[at]} of the warp, which takes no part in the shuffle"
+    return ctx.error(UninitializedRead, message, lanes.ids[at])  # type: ignore[return-value]
 
 
 @instruction("vote", scope="warp", member_mask=True, kind="warp")
