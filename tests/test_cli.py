@@ -10,6 +10,7 @@ from processes import python
 from rawops import __main__ as cli
 from rawops._runtime import cache, compiler
 from rawops._runtime.kernel import KernelSpec
+from rawops.testing import has_gpu
 
 SPILLS = str(Path(__file__).parent / "kernels" / "spills.cu")
 
@@ -94,6 +95,7 @@ def test_an_architecture_that_nvrtc_does_not_know_fails(capsys, registry):
     assert code == 1 and "UnsupportedError" in err and "sm_999" in err
 
 
+@pytest.mark.skipif(has_gpu(), reason="with a GPU the demo does not ask for the emulator")
 def test_a_wrong_variable_is_a_usage_error(tmp_path):
     child = "import sys; from rawops.__main__ import main; sys.stderr = sys.stdout; print(main(['demo']))"
     changes = {"RAWOPS_EMULATE": "1", "RAWOPS_EMULATE_ARCH": "sm_70"}

@@ -152,3 +152,11 @@ def test_a_broken_source_is_raised_where_the_call_is(tmp_path, editable):
             with pytest.raises(rawops.CompileError, match=f"saxpy<float> for {arch} does not compile"):
                 kernel(1, 1, (0, x, x, 1))
             kernel(1, 1, (0, x, x, 1))
+
+
+def test_a_kernel_that_nobody_holds_is_not_listed(device, tmp_path, editable):
+    kernel = rawops.Kernel(tmp_path / "saxpy.cu", "saxpy<float>")
+    saxpy_of(device, kernel)
+    del kernel
+    editable("step.cuh", "a * x + y", "a * x - y")
+    assert rawops.reload() == []

@@ -8,6 +8,7 @@ import functools
 import math
 import struct
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ class CudaDevice:
         from cupy.cuda import driver, runtime
 
         self.array_type = cupy.ndarray
-        self.ordinal, self.functions = ordinal, {}
+        self.ordinal, self.functions = ordinal, weakref.WeakKeyDictionary()
+        self._loaded: list[CudaFunction] = []
         self.get_current, self.set_current = runtime.getDevice, runtime.setDevice
         self.get_stream, self.launch_kernel = cupy.cuda.get_current_stream, driver.launchKernel
         self.set_attribute = driver.funcSetAttribute
@@ -100,8 +102,10 @@ class CudaDevice:
         self.set_current(self.get_current())
 
     def load(self, compiled: compiler.Compiled) -> CudaFunction:
-        """Load a compiled instance on this device."""
-        return CudaFunction(self, compiled)
+        """Load a compiled instance on this device, for good: a captured graph may outlive whoever launched it."""
+        function = CudaFunction(self, compiled)
+        self._loaded.append(function)
+        return function
 
 
 class CudaFunction:
@@ -214,7 +218,7 @@ class EmulatedDevice:
 
         self.emulator = _emulator
         self.memory = _emulator.GlobalMemory()
-        self.functions: dict = {}
+        self.functions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.report: list = []
         self.options = options
 

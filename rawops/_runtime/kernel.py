@@ -124,8 +124,7 @@ class Function:
     """
 
     def __init__(self, instance: Instance, device: devices.Device) -> None:
-        self.instance, self.device = instance, device
-        self._retired: list = []  # a captured graph may hold the kernel from before a reload
+        self._instance, self.device = weakref.ref(instance), device  # weak: a kernel nobody holds is not reloaded
         self._use(device.load(instance.compile(device.arch)))
 
     def outdate(self) -> None:
@@ -134,13 +133,13 @@ class Function:
 
     def refresh(self) -> None:
         """Take an edited source into use now."""
-        with self.instance.lock:
+        instance = self._instance()
+        with instance.lock:
             loaded = self.loaded
             try:
-                compiled = self.instance.compile(self.device.arch)
+                compiled = instance.compile(self.device.arch)
                 if compiled is not loaded.compiled:
                     loaded = self.device.load(compiled)
-                    self._retired.append(self.loaded)
             finally:
                 self._use(loaded)  # the last good one if the source does not compile, which is raised once
 
