@@ -11,6 +11,7 @@ from ..errors import EmulatorError, UnsupportedPTX
 from .lanes import Lanes, pack_warps, runs_text
 from .operands import Imm, Mem, Not, Operand, Reg, Rows, Special, Sym
 from .parser import Instruction, Program
+from .shared import block_bits
 from .special import SM_COUNT, is_volatile, special_register
 from .types import DTYPE, PACKED, SINT, SIZE, UINT, is_signed
 
@@ -167,7 +168,11 @@ class Context:
         if isinstance(operand, Imm):
             return operand.value(ptx_type)
         if isinstance(operand, Sym):
-            return DTYPE[ptx_type].type(self.address_of(operand))
+            address = DTYPE[ptx_type].type(self.address_of(operand))
+            if self.cluster_size > 1 and self.program.variables[operand.name].space == "shared":
+                # as on hardware, where a matrix descriptor made of it has to mask the rank
+                address = address | block_bits(self.block_of % self.cluster_size).astype(dtype)
+            return address
         if isinstance(operand, Special):
             value = special_register(self, operand.name)
             return value.astype(dtype) if isinstance(value, np.ndarray) else dtype.type(value)

@@ -23,6 +23,11 @@ _OFFSET_MASK = np.uint64((1 << RANK_SHIFT) - 1)
 _RANK_SHIFT = np.uint64(RANK_SHIFT)
 
 
+def block_bits(rank: np.ndarray) -> np.ndarray:
+    """What the address of shared memory in the block of a rank has above the offset."""
+    return (rank.astype(np.uint64) + np.uint64(1)) << _RANK_SHIFT
+
+
 class SharedSpace(Space):
     """One flat array for all resident blocks, `stride` bytes a block.
 
