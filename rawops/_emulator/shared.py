@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .context import Context
 
 # Offsets start here, as on hardware, so that 1024-byte alignment (swizzles) is honest and a null pointer
-# faults. The rank of another block of the cluster, plus one, stands in the bits from RANK_SHIFT up.
+# faults. In a cluster the rank of the block, plus one, stands in the bits from RANK_SHIFT up.
 SHARED_BASE = 1024
 RANK_SHIFT = 24
 
