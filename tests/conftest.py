@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import rawops
+from rawops._runtime import cache
 from rawops.testing import has_gpu
 
 pytest_plugins = ("hopper_gemm",)
@@ -49,6 +50,12 @@ class Device:
             host = self.get(whole)
             assert (host[:GUARD] == 77).all(), "the kernel wrote before its output"
             assert (host[GUARD + size :] == 77).all(), "the kernel wrote past its output"
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """An empty folder for the compiled kernels of one test."""
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
 
 
 @pytest.fixture

@@ -13,11 +13,7 @@ from rawops._runtime.kernel import KernelSpec
 from rawops.testing import has_gpu
 
 SPILLS = str(Path(__file__).parent / "kernels" / "spills.cu")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

@@ -7,17 +7,13 @@ import numpy as np
 import pytest
 
 import rawops
-from rawops._runtime import cache, compiler, device, kernel
+from rawops._runtime import compiler, device, kernel
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 KERNELS = Path(__file__).parent / "kernels"
 SAXPY = (KERNELS / "saxpy.cu").read_text()
 STEP = (KERNELS / "step.cuh").read_text()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 
 import rawops
-from rawops._runtime import arrays, cache
+from rawops._runtime import arrays
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 KERNELS = Path(__file__).parent / "kernels"
 ARGUMENTS = KERNELS / "arguments.cu"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
 
 
 # --- scalars --------------------------------------------------------------------------------------------------------
@@ -37,6 +32,7 @@ SCALARS = [
     ("__nv_bfloat16", [3.4e38 * 1.01, -1e39]),
     ("Mode", [2**31]),
 ]
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

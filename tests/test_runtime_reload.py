@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 
 import rawops
-from rawops._runtime import cache
 
 KERNELS = Path(__file__).parent / "kernels"
 SAXPY = (KERNELS / "saxpy.cu").read_text()
 STEP = (KERNELS / "step.cuh").read_text()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def saxpy_of(device, kernel, n=5, a=2) -> np.ndarray:

@@ -121,26 +121,6 @@ def current_device(function: str) -> devices.Device:
     return devices.emulated() or devices.cuda(cupy_or_raise(function).cuda.runtime.getDevice())
 
 
-def overlap(x, y) -> bool:
-    """Tell whether the byte ranges of two arrays of one device intersect."""
-    (low_x, high_x), (low_y, high_y) = byte_bounds(x), byte_bounds(y)
-    return low_x < high_y and low_y < high_x
-
-
-def byte_bounds(x) -> tuple[int, int]:
-    """Return the addresses of the first byte of an array and of the one past its last, whatever its strides."""
-    if x.size == 0:
-        return 0, 0
-    start = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
-    low = high = start
-    for extent, stride in zip(x.shape, x.strides, strict=True):
-        if stride < 0:
-            low += (extent - 1) * stride
-        else:
-            high += (extent - 1) * stride
-    return low, high + x.dtype.itemsize
-
-
 def _same(x):
     return x
 
