@@ -1,10 +1,12 @@
 """Where the tests run: the `device` fixture, the `gpu` marker and the line that says what was left for the GPU."""
 
+import weakref
+
 import numpy as np
 import pytest
 
 import rawops
-from rawops._runtime import cache
+from rawops._runtime import cache, kernel
 from rawops.testing import has_gpu
 
 pytest_plugins = ("hopper_gemm",)
@@ -54,8 +56,9 @@ class Device:
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-    """An empty folder for the compiled kernels of one test."""
+    """An empty folder for the compiled kernels of one test, and no kernels of other tests for `reload` to see."""
     monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kernel.Instance, "_all", weakref.WeakSet())
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ def test_ops_and_plan_under_a_graph():
     assert float(abs(names["o"] - product - low).max()) < 1
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_own_kernel_with_reload(device, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "saxpy.cu").write_text(SAXPY)
