@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rawops import _gemm_config, _gemm_sm90
+from rawops import _gemm_config, _gemm_repack, _gemm_sm90
 from rawops._gemm_config import ACTIVATIONS, CALL, DTYPES, KERNELS, REDUCE, SCALAR_TYPES, Config, Problem
 from rawops._gemm_operands import (
     ROLES,
@@ -334,7 +334,10 @@ class Product:
         folded = fold_batch(described, sizes)
         if folded is None:
             return Slices(self, sizes.batch)
-        M, extents = folded
+        return self._steps_of(device, request, (dtype, out_dtype), described, further, folded, sizes)
+
+    def _steps_of(self, device, request: Request, types: tuple, described: dict, further: dict, folded, sizes: Sizes):
+        (dtype, out_dtype), (M, extents) = types, folded
         N, K, gate = sizes.N, sizes.K, sizes.gate
         a, b = described["a"], described["b"]
         a_k_major, access_a = layout_of(a, M, K, a.row, a.col, 0)
@@ -347,6 +350,13 @@ class Product:
         on_hopper = self.hopper(request, (device, described, M, N, K, extents, activation), further, shape)
         if on_hopper is not None:
             return on_hopper
+        layouts = {"a": (a_k_major, access_a, 0), "b": (b_k_major, access_b, gate)}
+        copies, replaced = _gemm_repack.plan(device, problem, described, layouts, extents)
+        if copies:
+            product = self._steps_of(device, request, types, replaced, further, folded, sizes)
+            size = sum(copy.size for copy in copies.values())
+            workspace = functools.partial(self.workspace, device, (size,), np.dtype("uint8"))
+            return _gemm_repack.Repacked(copies, product, workspace)
         choices = {"dtype": dtype, "a_k_major": a_k_major, "b_k_major": b_k_major}
         choices |= {"access_a": access_a, "access_b": access_b}
         one_kernel = functools.partial(self._one_kernel, device, request, problem, config, further)

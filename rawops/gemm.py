@@ -63,7 +63,7 @@ def gemm(
         be merged, the outermost take a launch for each entry.
     b : array (..., K, N)
         Same dtype. Both operands may have any strides; contiguous along either axis, with rows on 16-byte
-        boundaries, is fastest.
+        boundaries, is fastest; a large product copies 16-bit operands that are neither into a workspace first.
     c : array broadcastable to (..., M, N), optional
         Not read when `beta` is 0.
     alpha, beta : float or 0-d array

@@ -20,7 +20,7 @@ template <int BLOCK_M_, int BLOCK_N_, int BLOCK_K_, int STAGES_, int WARPS_M_, i
 template <int STAGES, int STAGE_BYTES, class Fetch, class Store, class Begin, class Multiply, class Finish>
 __device__ inline void run_ring(uint32_t ring, int blocks, Fetch fetch, Store store, Begin begin, Multiply multiply,
                                 Finish finish) {
-    static_assert(STAGES >= 2, "one stage is read while the next is filled");
+    static_assert(STAGES >= 3, "one stage is read, the next is there, and one is filled");
 #pragma unroll 1
     for (int block = 0; block < STAGES - 1; ++block) {
         fetch(ring + block * STAGE_BYTES, block);
@@ -37,12 +37,13 @@ __device__ inline void run_ring(uint32_t ring, int blocks, Fetch fetch, Store st
         fetch(filled, block + STAGES - 1);
         cp_async_commit();
         multiply(current);
-        store(filled);
         cp_async_wait<STAGES - 2>();
         __syncthreads();  // the next stage is visible to all, and all have left this one, which is filled next
+        const uint32_t fetched = filled;
         filled = current;
         current = current == last ? ring : current + STAGE_BYTES;
         finish(current);
+        store(fetched);  // last, for the loads to arrive meanwhile; two slices on, another barrier has passed
     }
     cp_async_wait<0>();
     __syncthreads();

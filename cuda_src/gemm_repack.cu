@@ -1,0 +1,71 @@
+// Copies a matrix that a GEMM kernel takes slowly or not at all (rows off the 16-byte boundaries, the wrong axis
+// contiguous, none contiguous) to one with contiguous rows on 16-byte boundaries.
+#include "common/copy.cuh"
+
+namespace rawops {
+
+struct RepackParams {
+    const void* source;
+    void* target;
+    int64_t row, col, batch[3];  // strides of the source in elements
+    int64_t target_row;          // the target is contiguous but for the end of each row
+    int rows, cols, extent[3];
+};
+
+// Calls visit(source, target) for each matrix of the batch that is this block's.
+template <class T, class Visit> __device__ inline void for_each_matrix(const RepackParams& p, Visit visit) {
+    const int batches = p.extent[0] * p.extent[1] * p.extent[2];
+    for (int batch = blockIdx.z; batch < batches; batch += gridDim.z) {
+        const int i = batch / p.extent[2];
+        const int64_t from =
+            i / p.extent[1] * p.batch[0] + i % p.extent[1] * p.batch[1] + batch % p.extent[2] * p.batch[2];
+        visit(static_cast<const T*>(p.source) + from, static_cast<T*>(p.target) + int64_t(batch) * p.rows * p.target_row);
+    }
+}
+
+// A thread writes 16 bytes of a row; what lies behind the row's end is filled with zeros.
+template <int BYTES>
+__global__ void __launch_bounds__(256) gemm_repack(const __grid_constant__ RepackParams p) {
+    using T = typename BitsOf<BYTES>::Type;
+    constexpr int WIDTH = 16 / BYTES;
+    const int chunks = ceil_div(p.cols, WIDTH);
+    const int64_t item = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = item / chunks;
+    const int col = int(item % chunks) * WIDTH, count = min_of(p.cols - col, WIDTH);
+    if (row >= p.rows) return;
+    for_each_matrix<T>(p, [&](const T* source, T* target) {
+        source += row * p.row + col * p.col;
+        Vector<T, WIDTH> group;
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) group.data[i] = i < count ? source[i * p.col] : T(0);
+        *reinterpret_cast<Vector<T, WIDTH>*>(target + row * p.target_row + col) = group;
+    });
+}
+
+// The same where the source's columns are contiguous: tiles of 64 x 64 pass through shared memory.
+template <int BYTES>
+__global__ void __launch_bounds__(256) gemm_repack_transposed(const __grid_constant__ RepackParams p) {
+    using T = typename BitsOf<BYTES>::Type;
+    constexpr int SIDE = 64, STEP = 256 / SIDE;
+    __shared__ T tile[SIDE][SIDE + 4 / BYTES];  // a column's entries lie in different banks
+    const int tiles = ceil_div(p.cols, SIDE);
+    const int row = int(blockIdx.x / tiles) * SIDE, col = int(blockIdx.x % tiles) * SIDE;
+    const int fast = threadIdx.x % SIDE, slow = threadIdx.x / SIDE;
+    const int pitch = ceil_div(p.cols, 16 / BYTES) * (16 / BYTES);
+    for_each_matrix<T>(p, [&](const T* source, T* target) {
+        source += (row + fast) * p.row + (col + slow) * p.col;
+#pragma unroll
+        for (int i = 0; i < SIDE; i += STEP) {
+            const bool exists = row + fast < p.rows && col + slow + i < p.cols;
+            tile[fast][slow + i] = exists ? source[i * p.col] : T(0);
+        }
+        __syncthreads();
+        target += (row + slow) * p.target_row + col + fast;
+#pragma unroll
+        for (int i = 0; i < SIDE; i += STEP) {
+            if (row + slow + i < p.rows && col + fast < pitch) target[i * p.target_row] = tile[slow + i][fast];
+        }
+        __syncthreads();
+    });
+}
+
+}  // namespace rawops
