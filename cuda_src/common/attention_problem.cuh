@@ -1,0 +1,122 @@
+// What every attention kernel is told, as attention.py packs it, and where in it a block works.
+//
+// A row of a block's tile is one query of one head. With `packed` > 1 the query heads that share a KV head lie side by
+// side in the tile: row r is query r / packed of head r % packed of the group. All strides count elements.
+#pragma once
+#include "numeric.cuh"
+
+namespace rawops {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+__device__ inline float infinity() { return __int_as_float(0x7f800000); }
+
+// How a score differs from scale * q.k: bits of a template argument. kScoreMultiply has the scale applied before the
+// row maximum is taken, which a scale that is not positive needs; the other bits imply it.
+constexpr int kScoreSoftcap = 1, kScoreAlibi = 2, kScoreBias = 4, kScoreMultiply = 8;
+
+struct AttentionStrides {
+    int64_t batch, row, head, col;  // varlen: batch is 0
+};
+
+struct AttentionCall {  // changes from call to call
+    const void *q, *k, *v;
+    void* out;
+    float* lse;                // null: not wanted
+    const float* alibi_slopes; // (heads,) or (batches, heads)
+    const void* bias;
+    const int *cu_seqlens_q, *cu_seqlens_k;  // (batches + 1,); null: every sequence is as long as the arrays
+    const int* seqlens_k;                    // (batches,) keys in use, where the storage holds more; null: all
+    const int* block_table;                  // paged K and V: the page of every page_size keys
+};
+
+struct AttentionShape {  // kept by a plan
+    AttentionStrides q, k, v, out;  // paged: batch strides of k and v are from page to page
+    AttentionStrides bias;          // row: query, col: key
+    int64_t lse_batch, lse_head;    // its queries lie side by side
+    int64_t out_split, lse_split;  // between the partial results of two ranges of keys
+    int64_t alibi_batch, block_table_batch;
+    int batches, heads, group, packed;  // heads: of q; group: query heads that share a KV head; packed: 1 or group
+    int seqlen_q, seqlen_k;  // the longest ones with cu_seqlens
+    int total_q;             // rows that q has, with cu_seqlens
+    int head_dim, head_dim_v;
+    int row_tiles, splits;         // of a head and sequence
+    int window_left, window_right; // negative: unlimited; causal is window_right = 0
+    int page_shift;                // log2 of the page size
+    int bias_is_float;             // else it has the type of q
+    int out_pairs;                 // two elements of out can be written at once
+    float scale;     // plain scores: softmax_scale * log2(e); with softcap: softmax_scale / softcap
+    float softcap;   // softcap * log2(e)
+};
+
+struct AttentionParams {
+    AttentionCall call;
+    AttentionShape shape;
+};
+
+// The keys from `begin` to before `end`.
+struct KeyRange {
+    int begin, end;
+    __device__ bool is_empty() const { return begin >= end; }
+};
+
+// One tile of rows of one sequence and head (or group of packed heads), and the share of its keys that is the block's.
+struct AttentionBlock {
+    int batch, kv_head, head;  // head: the first one of the tile
+    int tile, split;
+    int q_begin, q_len, k_begin, k_len;  // begins are rows of the storage; they are 0 without cu_seqlens
+
+    // `index` counts, from fastest to slowest: row tiles, longest first; splits; heads; sequences. With cu_seqlens
+    // there is one sequence more: the rows of storage past the last one, which see no key.
+    __device__ AttentionBlock(const AttentionParams& params, int index) {
+        const AttentionCall& call = params.call;
+        const AttentionShape& shape = params.shape;
+        const int head_tiles = shape.heads / shape.packed;
+        tile = shape.row_tiles - 1 - index % shape.row_tiles;
+        index /= shape.row_tiles;
+        split = index % shape.splits;
+        index /= shape.splits;
+        head = index % head_tiles * shape.packed;
+        batch = index / head_tiles;
+        kv_head = head / shape.group;
+        q_begin = k_begin = 0;
+        q_len = shape.seqlen_q;
+        k_len = shape.seqlen_k;
+        if (call.cu_seqlens_q) {
+            q_begin = call.cu_seqlens_q[batch];
+            q_len = (batch < shape.batches ? call.cu_seqlens_q[batch + 1] : shape.total_q) - q_begin;
+        }
+        if (batch >= shape.batches) {
+            k_len = 0;
+            batch = 0;  // what is read of per-sequence arrays must exist
+        } else if (call.cu_seqlens_k) {
+            k_begin = call.cu_seqlens_k[batch];
+            k_len = call.cu_seqlens_k[batch + 1] - k_begin;
+        }
+        if (call.seqlens_k && k_len > 0) k_len = min_of(k_len, call.seqlens_k[batch]);
+    }
+
+    __device__ int rows(const AttentionShape& shape) const { return q_len * shape.packed; }
+
+    // Keys that query `i` sees.
+    __device__ KeyRange visible(const AttentionShape& shape, int i) const {
+        const int same = i + k_len - q_len;  // the key at the query's own place
+        return {shape.window_left < 0 ? 0 : max_of(same - shape.window_left, 0),
+                shape.window_right < 0 ? k_len : min_of(same + shape.window_right + 1, k_len)};
+    }
+
+    // Keys that any of the queries from `first` to `last` sees, in the block's split: whole multiples of `step`, but for
+    // the ends.
+    __device__ KeyRange keys(const AttentionShape& shape, int first, int last, int step) const {
+        KeyRange all = {visible(shape, first).begin, visible(shape, last).end};
+        if (shape.splits > 1 && !all.is_empty()) {
+            const int origin = all.begin / step * step;
+            const int share = ceil_div(ceil_div(all.end - origin, step), shape.splits) * step;
+            all.begin = max_of(all.begin, origin + split * share);
+            all.end = min_of(all.end, origin + (split + 1) * share);
+        }
+        return all;
+    }
+};
+
+}  // namespace rawops
