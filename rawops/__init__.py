@@ -17,6 +17,7 @@ from rawops.errors import (
 )
 from rawops.gemm import Gemm, gemm
 from rawops.lora import FusedLoRA, lora_linear
+from rawops.sparse import SparseMatrix
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "MemoryFault",
     "RaceError",
     "RawopsError",
+    "SparseMatrix",
     "UninitializedRead",
     "UnsupportedError",
     "UnsupportedPTX",

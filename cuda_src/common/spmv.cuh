@@ -1,0 +1,146 @@
+// What the sparse products share: values of all types, entries read once, and the end of a row.
+#pragma once
+#include "numeric.cuh"
+
+namespace rawops {
+
+template <> struct AccumulatorOf<float2> { using Type = float2; };
+template <> struct AccumulatorOf<double2> { using Type = double2; };
+
+// --- arithmetic on real and complex accumulators ---------------------------------------------------------------------
+
+template <class T> constexpr bool is_complex = is_same<T, float2> || is_same<T, double2>;
+
+__device__ inline float2 widen(float2 x) { return x; }
+__device__ inline double2 widen(double2 x) { return x; }
+template <class T> __device__ inline T narrow(float2 x) { return x; }
+template <class T> __device__ inline T narrow(double2 x) { return x; }
+
+template <class A> struct RealOf { using Type = A; };
+template <> struct RealOf<float2> { using Type = float; };
+template <> struct RealOf<double2> { using Type = double; };
+template <class A> using Real = typename RealOf<A>::Type;
+
+template <class A> __device__ inline A make_value(double real, double imag) {
+    if constexpr (is_complex<A>) return A{Real<A>(real), Real<A>(imag)};
+    else return A(real);
+}
+
+template <class A> __device__ inline A add(A a, A b) {
+    if constexpr (is_complex<A>) return A{a.x + b.x, a.y + b.y};
+    else return a + b;
+}
+
+// sum + a * x. A real `a` times a complex x is two products, as in NumPy's promotion but for inf and NaN.
+template <class A, class V> __device__ inline A multiply_add(V a, A x, A sum) {
+    if constexpr (is_complex<V>) {
+        sum.x = fma(Real<A>(a.x), x.x, fma(-Real<A>(a.y), x.y, sum.x));
+        sum.y = fma(Real<A>(a.x), x.y, fma(Real<A>(a.y), x.x, sum.y));
+        return sum;
+    } else if constexpr (is_complex<A>) {
+        return A{fma(Real<A>(a), x.x, sum.x), fma(Real<A>(a), x.y, sum.y)};
+    } else {
+        return fma(A(a), x, sum);
+    }
+}
+
+// factor * a; a real factor leaves inf in one part of a complex number out of the other.
+template <class A> __device__ inline A scale(A factor, A a) {
+    if constexpr (is_complex<A>) {
+        if (factor.y == 0) return A{factor.x * a.x, factor.x * a.y};
+        return A{fma(factor.x, a.x, -factor.y * a.y), fma(factor.x, a.y, factor.y * a.x)};
+    } else {
+        return factor * a;
+    }
+}
+
+template <bool kConjugate, class V> __device__ inline V conjugated(V a) {
+    if constexpr (kConjugate && is_complex<V>) a.y = -a.y;
+    return a;
+}
+
+template <class A> __device__ inline bool is_zero(A a) {
+    if constexpr (is_complex<A>) return a.x == 0 && a.y == 0;
+    else return a == 0;
+}
+
+template <class A> __device__ inline double square(A a) {
+    if constexpr (is_complex<A>) return double(a.x) * a.x + double(a.y) * a.y;
+    else return double(a) * a;
+}
+
+template <class A> __device__ inline A shuffle_xor(A a, int mask) {
+    if constexpr (is_complex<A>) return A{__shfl_xor_sync(~0u, a.x, mask), __shfl_xor_sync(~0u, a.y, mask)};
+    else return __shfl_xor_sync(~0u, a, mask);
+}
+
+// The sum over groups of `lanes` neighbouring lanes, in all of them; the whole warp takes part.
+template <class A> __device__ inline A sum_lanes(A a, int lanes) {
+    for (int mask = lanes >> 1; mask > 0; mask >>= 1) a = add(a, shuffle_xor(a, mask));
+    return a;
+}
+
+// --- the call -------------------------------------------------------------------------------------------------------
+
+struct ComplexScalar {
+    double real, imag;
+    const double* pointer;  // where given, a real number in the device's memory
+
+    template <class A> __device__ A read() const {
+        return pointer != nullptr ? make_value<A>(*pointer, 0) : make_value<A>(real, imag);
+    }
+};
+
+// y = alpha * op(A) x + beta * y, where op(A) has the rows that `indptr` bounds.
+struct SpmvCall {
+    const void* data;
+    const int* indices;
+    const void* indptr;  // int or int64_t
+    const void* x;
+    void* y;
+    ComplexScalar alpha, beta;
+    double* partials;  // where given, one sum of |y|^2 for each block
+    int64_t nnz;
+    int rows, cols;
+};
+
+// Finishes rows: the only place where y is read and written. X is the type of x and y.
+template <class X> struct RowEnd {
+    using A = Accumulator<X>;
+    X* y;
+    A alpha, beta;
+    bool reads_a, reads_y;  // what a factor of zero leaves unread
+    double squares = 0;
+
+    __device__ explicit RowEnd(const SpmvCall& call)
+        : y(static_cast<X*>(call.y)),
+          alpha(call.alpha.read<A>()),
+          beta(call.beta.read<A>()),
+          reads_a(!is_zero(alpha)),
+          reads_y(!is_zero(beta)) {}
+
+    __device__ void finish(int64_t row, A sum) {
+        A value = {};
+        if (reads_a) value = scale(alpha, sum);
+        if (reads_y) value = add(value, scale(beta, A(widen(y[row]))));
+        const X stored = narrow<X>(value);
+        y[row] = stored;
+        squares += square(widen(stored));
+    }
+
+    // Adds up the squares of the block's rows in a fixed order. All threads call it, once, at the end.
+    template <int THREADS> __device__ void store_partial(double* partials, int index) const {
+        if (partials == nullptr) return;
+        __shared__ double sums[THREADS / kWarpSize];
+        const double sum = sum_lanes(squares, kWarpSize);
+        if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            double total = 0;
+            for (int i = 0; i < THREADS / kWarpSize; ++i) total += sums[i];
+            partials[index] = total;
+        }
+    }
+};
+
+}  // namespace rawops

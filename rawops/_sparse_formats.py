@@ -1,0 +1,177 @@
+"""The arrays of a sparse matrix: what comes in, as compressed rows, and the second format made from the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.kernel import KernelSpec
+
+VALUES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+MAX_SIZE = 2**31 - 2**10  # rows or columns: indices are int32 on the device
+_WIDE_POINTERS = 2**31 - 2**10  # entries from which row pointers are int64
+
+GATHER = KernelSpec(
+    source="sparse_gather.cu",
+    entry="rawops::sparse_gather",
+    template=("dtype",),
+    choices={"dtype": VALUES},
+    smoke=({"dtype": "float32"}, {"dtype": "complex128"}),
+)
+
+
+@dataclass
+class Rows:
+    """A matrix in compressed rows; for the other format, its transpose.
+
+    Attributes
+    ----------
+    data : array (nnz,)
+    indices : array (nnz,), int32
+        Column of each entry, in any order within a row; entries of one place add up.
+    indptr : array (rows + 1,), int32 or int64
+    shape : tuple of int
+    """
+
+    data: Any
+    indices: Any
+    indptr: Any
+    shape: tuple[int, int]
+
+    @property
+    def nnz(self) -> int:
+        return self.indices.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.indices.nbytes + self.indptr.nbytes
+
+
+def module_of(x):
+    """Return NumPy for an array of the emulator, else CuPy."""
+    return np if isinstance(x, np.ndarray) else arrays.cupy_or_raise("SparseMatrix")
+
+
+def gather(device, data, order, starts=None):
+    """Return data[order], or its sums from starts[i] to starts[i + 1], added in that order."""
+    count = order.size if starts is None else starts.size - 1
+    out = device.empty((count,), data.dtype)
+    if count:
+        kernel = GATHER.kernel(device, dtype=dtypes.name(data.dtype))
+        addresses = [device.pointer(x) for x in (data, order, starts, out)]
+        kernel.launch((-(-count // 256), 1, 1), (256, 1, 1), (*addresses, count))
+    return out
+
+
+def transposed(device, rows: Rows) -> tuple[Rows, Any]:
+    """Return the compressed rows of the transpose, and the order in which they take the entries.
+
+    A stable sort by column: entries of a column keep the order of their rows, so the same matrix gives the same bits.
+    """
+    xp = module_of(rows.indices)
+    order = column_order(rows)
+    row_of = xp.searchsorted(rows.indptr[1:], xp.arange(rows.nnz, dtype=rows.indptr.dtype), side="right")
+    indices = row_of.astype(np.int32)[order]
+    indptr = pointers(xp, rows.indices, rows.shape[1])
+    return Rows(gather(device, rows.data, order), indices, indptr, rows.shape[::-1]), order
+
+
+def column_order(rows: Rows):
+    """Return the order of the entries by column, int64."""
+    return module_of(rows.indices).argsort(rows.indices, kind="stable").astype(np.int64, copy=False)
+
+
+def from_compressed(function: str, data, indices, indptr, shape: tuple[int, int], by: str) -> Rows:
+    """Check compressed rows (or columns, with the shape turned round) and take them over. It synchronises."""
+    xp = module_of(data)
+    data = _values(function, data)
+    indices = _integers(function, "indices", indices)
+    indptr = _integers(function, "indptr", indptr)
+    if indptr.size != shape[0] + 1:
+        checks.fail(ValueError, function, "indptr", f"have one entry more than {by}s, {shape[0] + 1}", indptr.size)
+    if indices.size != data.size:
+        checks.fail(ValueError, function, "indices", f"have an entry for each of the {data.size} of data", indices.size)
+    first, last = int(indptr[0]), int(indptr[-1])
+    if first != 0 or last > data.size or (indptr[1:] < indptr[:-1]).any():
+        rule = f"rise from 0 to at most the {data.size} entries of data"
+        checks.fail(ValueError, function, "indptr", rule, f"{first} to {last}" + ("" if first else ", with a fall"))
+    _check_indices(function, "indices", indices[:last], shape[1])
+    wide = np.int64 if last >= _WIDE_POINTERS else np.int32
+    # Copies, on aligned addresses: update_values writes there, and others may sort their own arrays in place.
+    return Rows(xp.array(data[:last]), xp.array(indices[:last], np.int32), xp.array(indptr, wide), shape)
+
+
+def from_coordinates(function: str, device, data, row, col, shape) -> tuple[Rows, Any, Any]:
+    """Sort coordinates by row and column and add up what falls on one place. It synchronises.
+
+    Returns the compressed rows, the order in which they take the entries, and where each sum starts in that order
+    (None where no two entries share a place).
+    """
+    xp = module_of(data)
+    data = xp.ascontiguousarray(_values(function, data))
+    row, col = _integers(function, "row", row), _integers(function, "col", col)
+    for name, x, size in (("row", row, shape[0]), ("col", col, shape[1])):
+        if x.size != data.size:
+            checks.fail(ValueError, function, name, f"have an entry for each of the {data.size} of data", x.size)
+        _check_indices(function, name, x, size)
+    key = row.astype(np.int64) * max(shape[1], 1) + col
+    order = xp.argsort(key, kind="stable").astype(np.int64, copy=False)
+    key, starts = key[order], None
+    if key.size > 1:
+        is_new = xp.concatenate([xp.ones(1, bool), key[1:] != key[:-1]])
+        if not is_new.all():
+            starts = xp.append(xp.flatnonzero(is_new), key.size).astype(np.int64)
+            key = key[starts[:-1]]
+    indptr = pointers(xp, key // max(shape[1], 1), shape[0])
+    indices = (key % max(shape[1], 1)).astype(np.int32)
+    return Rows(gather(device, data, order, starts), indices, indptr, shape), order, starts
+
+
+def check_shape(function: str, shape) -> tuple[int, int]:
+    """Return a shape as a pair of ints."""
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+        checks.fail(TypeError, function, "shape", "be (rows, columns)", repr(shape))
+    rows, cols = (checks.int_range(function, "shape", size, 0, MAX_SIZE) for size in shape)
+    return rows, cols
+
+
+def value_dtype(function: str, argument: str, dtype) -> np.dtype:
+    """Return the dtype in which values are kept: integers and bool become the float that NumPy gives with float32."""
+    if dtype.kind in "iub":
+        return np.result_type(dtype, np.float32)
+    if dtypes.name(dtype) not in VALUES:
+        checks.fail(TypeError, function, argument, f"have dtype {', '.join(VALUES)} or an integer type", dtype)
+    return dtype
+
+
+def _values(function: str, data):
+    if data.ndim != 1:
+        checks.fail(ValueError, function, "data", "have 1 dimension", f"shape {tuple(data.shape)}")
+    return data.astype(value_dtype(function, "data", data.dtype), copy=False)
+
+
+def _integers(function: str, name: str, x):
+    if x.ndim != 1:
+        checks.fail(ValueError, function, name, "have 1 dimension", f"shape {tuple(x.shape)}")
+    if x.dtype.kind not in "iu":
+        checks.fail(TypeError, function, name, "have an integer dtype", x.dtype)
+    return x
+
+
+def _check_indices(function: str, name: str, x, size: int) -> None:
+    if x.size:
+        low, high = int(x.min()), int(x.max())
+        if low < 0 or high >= size:
+            checks.fail(ValueError, function, name, f"be between 0 and {size - 1}", f"{low} to {high}")
+
+
+def pointers(xp, index, size: int):
+    """Return the row pointers of entries with these row numbers."""
+    wide = np.int64 if index.size >= _WIDE_POINTERS else np.int32
+    indptr = xp.zeros(size + 1, wide)
+    if size and index.size:
+        indptr[1:] = xp.cumsum(xp.bincount(index, minlength=size))
+    return indptr

@@ -1,0 +1,69 @@
+"""What the rows of a matrix look like, and which kernel that calls for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rawops._sparse_formats import Rows, module_of
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The rows of a matrix (of its transpose, for the other direction).
+
+    Attributes
+    ----------
+    rows, cols, nnz : int
+    mean, p95, p99, max : float or int
+        Entries a row: mean, percentiles and the longest.
+    cv : float
+        Coefficient of variation of the row lengths: standard deviation over mean.
+    empty : int
+        Rows without an entry.
+    """
+
+    rows: int
+    cols: int
+    nnz: int
+    mean: float
+    p95: int
+    p99: int
+    max: int
+    cv: float
+    empty: int
+
+
+def profile(rows: Rows) -> Profile:
+    """Measure the rows on the device; synchronises once."""
+    count, cols = rows.shape
+    if count == 0:
+        return Profile(0, cols, 0, 0.0, 0, 0, 0, 0.0, 0)
+    xp = module_of(rows.indptr)
+    lengths = xp.sort(rows.indptr[1:] - rows.indptr[:-1])
+    places = xp.asarray([min(count * 95 // 100, count - 1), min(count * 99 // 100, count - 1), count - 1])
+    numbers = [*(lengths[places] * 1.0), lengths.std(), (lengths == 0).sum() * 1.0]
+    p95, p99, longest, std, empty = xp.stack(numbers).tolist()
+    mean = rows.nnz / count
+    return Profile(
+        count, cols, rows.nnz, mean, int(p95), int(p99), int(longest), std / mean if mean else 0.0, int(empty)
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel for one direction, with its parameters and the reason."""
+
+    kernel: str
+    lanes: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel} with {self.lanes} threads a row: {self.why}"
+
+
+def choose(found: Profile) -> Choice:
+    """Pick the kernel for rows that look like this: the rule table."""
+    lanes = 2
+    while lanes < 32 and 2 * lanes < found.mean:
+        lanes *= 2
+    return Choice("rows", lanes, f"{found.mean:.3g} entries a row")

@@ -1,0 +1,141 @@
+"""The kernels of y = alpha op(A) x + beta y: their instances and launches."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from rawops._runtime import dtypes
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+from rawops._sparse_formats import VALUES, Rows
+from rawops._sparse_profile import Choice
+
+_THREADS = 256
+_BLOCKS_PER_SM = 8  # of 256 threads: all that an SM holds
+
+_CALL_FIELDS = {
+    **dict.fromkeys(("data", "indices", "indptr", "x", "y"), "pointer"),
+    **{"alpha_real": "float64", "alpha_imag": "float64", "alpha": "pointer"},
+    **{"beta_real": "float64", "beta_imag": "float64", "beta": "pointer"},
+    "partials": "pointer",
+    "nnz": "int64",
+    "rows": "int32",
+    "cols": "int32",
+}
+CALL = ParamStruct("SpmvCall", **_CALL_FIELDS)
+TYPES = {"value": VALUES, "vector": VALUES, "pointer": ("int32", "int64")}
+LANES = (2, 4, 8, 16, 32)
+
+
+def _smoke(value="float32", vector=None, pointer="int32", conjugate=False, **changes) -> dict:
+    return {"value": value, "vector": vector or value, "pointer": pointer, "conjugate": conjugate, **changes}
+
+
+ROWS = KernelSpec(
+    source="spmv_rows.cu",
+    entry="rawops::spmv_rows",
+    template=("value", "vector", "pointer", "lanes", "conjugate"),
+    choices={**TYPES, "lanes": LANES, "conjugate": (False, True)},
+    smoke=(
+        *(_smoke(lanes=lanes) for lanes in (2, 32)),
+        _smoke("float64", lanes=8),
+        _smoke("float16", "float32", lanes=8),
+        _smoke("complex128", "complex128", "int64", True, lanes=16),
+    ),
+    params=CALL,
+)
+SCATTER = KernelSpec(
+    source="spmv_scatter.cu",
+    entry="rawops::spmv_scatter",
+    template=("value", "vector", "pointer", "lanes", "conjugate"),
+    choices={**TYPES, "lanes": LANES, "conjugate": (False, True)},
+    smoke=(_smoke(lanes=8), _smoke("bfloat16", lanes=8), _smoke("complex64", "complex128", "int64", True, lanes=8)),
+    params=CALL,
+)
+SCATTER_END = KernelSpec(
+    source="spmv_scatter.cu",
+    entry="rawops::spmv_scatter_end",
+    template=("vector",),
+    choices={"vector": VALUES},
+    smoke=({"vector": "float32"}, {"vector": "complex64"}),
+    params=CALL,
+)
+ACCUMULATOR = {"float16": "float32", "bfloat16": "float32"}  # of all others: the type itself
+
+
+class Product(Protocol):
+    """One direction of a matrix on its kernel.
+
+    Attributes
+    ----------
+    num_partials : int
+        Entries that `run` writes to `partials`.
+    """
+
+    num_partials: int
+
+    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
+        """Launch on contiguous vectors of one type; alpha and beta are (real, imaginary, address or 0)."""
+
+
+class ByRows:
+    """Some threads a row."""
+
+    def __init__(self, device, rows: Rows, choice: Choice) -> None:
+        self.device, self.rows, self.lanes = device, rows, choice.lanes
+        blocks = -(-rows.shape[0] * choice.lanes // _THREADS)
+        self.num_partials = min(blocks, _BLOCKS_PER_SM * device.sm_count)
+
+    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
+        kernel = ROWS.kernel(self.device, **types_of(self.rows, x, conjugate), lanes=self.lanes)
+        call = pack(self.device, self.rows, x, y, alpha, beta, partials)
+        kernel.launch((self.num_partials, 1, 1), (_THREADS, 1, 1), (call,))
+
+
+class Scattered:
+    """The transposed product from the rows of the other direction, by atomic additions into a workspace."""
+
+    def __init__(self, device, rows: Rows, choice: Choice) -> None:
+        self.device, self.rows, self.lanes = device, rows, choice.lanes
+        limit = _BLOCKS_PER_SM * device.sm_count
+        self._blocks = min(-(-rows.shape[0] * choice.lanes // _THREADS), limit)
+        self.num_partials = min(-(-rows.shape[1] // _THREADS), limit)
+        self._sums: dict[str, Any] = {}
+
+    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
+        types = types_of(self.rows, x, conjugate)
+        sums = self.device.pointer(self._workspace(types["vector"]))
+        call = pack(self.device, self.rows, x, y, alpha, beta, partials, transposed=True)
+        if self._blocks and self.rows.nnz:
+            kernel = SCATTER.kernel(self.device, **types, lanes=self.lanes)
+            kernel.launch((self._blocks, 1, 1), (_THREADS, 1, 1), (call, sums))
+        kernel = SCATTER_END.kernel(self.device, vector=types["vector"])
+        kernel.launch((self.num_partials, 1, 1), (_THREADS, 1, 1), (call, sums))
+
+    def _workspace(self, vector: str):
+        """Return the sums of a type, zero before and after every product."""
+        if vector not in self._sums:
+            dtype = dtypes.numpy(ACCUMULATOR.get(vector, vector))
+            sums = self.device.empty((self.rows.shape[1],), dtype)
+            sums[...] = 0
+            self._sums[vector] = sums
+        return self._sums[vector]
+
+
+def types_of(rows: Rows, x, conjugate: bool) -> dict:
+    """Return the template values that the arrays decide."""
+    value = dtypes.name(rows.data.dtype)
+    pointer = dtypes.name(rows.indptr.dtype)
+    is_complex = value.startswith("complex")
+    return {
+        "value": value,
+        "vector": dtypes.name(x.dtype),
+        "pointer": pointer,
+        "conjugate": conjugate and is_complex,
+    }
+
+
+def pack(device, rows: Rows, x, y, alpha: tuple, beta: tuple, partials, transposed: bool = False) -> bytes:
+    """Return the SpmvCall of a product."""
+    addresses = [device.pointer(a) for a in (rows.data, rows.indices, rows.indptr, x, y)]
+    sizes = rows.shape[::-1] if transposed else rows.shape
+    return CALL.pack(*addresses, *alpha, *beta, device.pointer(partials), rows.nnz, *sizes)

@@ -1,0 +1,472 @@
+"""Sparse matrices that multiply in both directions: A @ x and A.T @ u at the speed of memory, whatever the rows are.
+
+`SparseMatrix` keeps the compressed rows of A and, with ``dual=True``, those of its transpose (which are A's compressed
+columns). Either direction is then a sum over neighbouring entries, without atomics, on the kernel that suits its own
+row lengths: `choose` of _sparse_profile.py is the rule table.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rawops import _sparse_formats as formats
+from rawops import _sparse_spmv as spmv
+from rawops._runtime import arrays, checks
+from rawops._sparse_formats import Rows
+from rawops._sparse_profile import Choice, Profile, choose, profile
+from rawops._sparse_spmm import multiply_dense
+
+_RESERVE = 0.8  # share of the free memory that "auto" lets the second format and its construction take
+_SORT_BYTES = 32  # an entry, of the sort that makes the second format
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a matrix multiplies.
+
+    Attributes
+    ----------
+    matvec, rmatvec : Choice
+        The kernel of A @ x and of A.H @ u, and why.
+    dual : bool
+        Whether both formats are kept.
+    nbytes : int
+        Device memory of the formats and of what the kernels keep.
+    """
+
+    matvec: Choice
+    rmatvec: Choice
+    dual: bool
+    nbytes: int
+
+    def __str__(self) -> str:
+        formats_kept = "both formats" if self.dual else "one format"
+        return f"A @ x: {self.matvec}\nA.H @ u: {self.rmatvec}\n{formats_kept}, {self.nbytes / 1e6:.1f} MB"
+
+
+class _Store:
+    """What a matrix and its transposed views share: the formats, and the product of each direction.
+
+    `rows[False]` are the compressed rows of A, `rows[True]` those of its transpose; `given` is the one that came in.
+    """
+
+    def __init__(self, device, given: bool, rows: Rows, dual: bool, order=None, starts=None) -> None:
+        self.device, self.given, self.order, self.starts = device, given, order, starts
+        self.data_size = rows.nnz if order is None else order.size
+        self.derived_order: Any = None
+        self.rows = {given: rows}
+        if dual:
+            self.rows[not given], _ = formats.transposed(device, rows)
+        self.profiles = {way: profile(kept) for way, kept in self.rows.items()}
+        self.choices, self.products = {}, {}
+        for way in (False, True):
+            if way in self.rows:
+                self.choices[way] = choose(self.profiles[way])
+                self.products[way] = spmv.ByRows(device, self.rows[way], self.choices[way])
+            else:
+                self.choices[way] = Choice("scatter", choose(self.profiles[not way]).lanes, "only one format is kept")
+                self.products[way] = spmv.Scattered(device, self.rows[not way], self.choices[way])
+
+    @property
+    def values(self) -> Rows:
+        return self.rows[self.given]
+
+    def profile_of(self, way: bool) -> Profile:
+        if way not in self.profiles:  # of the format that is not kept: from the column numbers of the other
+            rows = self.rows[not way]
+            xp = formats.module_of(rows.indices)
+            indptr = formats.pointers(xp, rows.indices, rows.shape[1])
+            self.profiles[way] = profile(Rows(rows.data, rows.indices, indptr, rows.shape[::-1]))
+        return self.profiles[way]
+
+    def update(self, data) -> None:
+        """Write other values into all formats, in place: captured graphs see them."""
+        values = self.values
+        if self.order is None:
+            values.data[...] = data
+        else:
+            values.data[...] = formats.gather(self.device, data, self.order, self.starts)
+        if len(self.rows) == 2:
+            if self.derived_order is None:
+                self.derived_order = formats.column_order(values)
+            self.rows[not self.given].data[...] = formats.gather(self.device, values.data, self.derived_order)
+
+
+class SparseMatrix:
+    """A sparse matrix on the GPU, for repeated products in both directions.
+
+    Make one with `from_csr`, `from_csc`, `from_coo`, `from_scipy` or `from_cupy`. `A.T` and `A.H` are views.
+
+    Values are float16, bfloat16, float32, float64, complex64 or complex128; integers and bool become the float type
+    that NumPy gives them with float32. Sums are in float32 for 16-bit values, else in the type of the result, which is
+    NumPy's `result_type` of matrix and vector. Entries may come in any order, those of one place add up; a stored zero
+    multiplies (0 * NaN is NaN), an absent entry does not. Rows and columns: below 2^31 - 1024; entries: any number.
+
+    Construction copies the arrays, checks all indices and measures the matrix, so it synchronises; products do not.
+
+    With ``dual=True`` both compressed rows and compressed columns are kept, which doubles the memory, and every product
+    gives the same bits again. With ``dual=False`` only the given format is, and the other direction is several times
+    slower and uses atomic additions: its last bits change from run to run. ``dual="auto"`` keeps both where the
+    device's free memory allows it.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : numpy.dtype
+    nnz : int
+        Stored entries, zeros included.
+    """
+
+    ndim = 2
+    __array_priority__ = 1000  # x @ A comes to __rmatmul__, also from NumPy
+    __array_ufunc__ = None
+
+    def __init__(self, store: _Store, transposed: bool = False, conjugated: bool = False) -> None:
+        self._store, self._transposed, self._conjugated = store, transposed, conjugated
+
+    # --- construction -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_csr(cls, data, indices, indptr, shape, *, dual=True) -> SparseMatrix:
+        """Make a matrix from compressed rows.
+
+        Parameters
+        ----------
+        data : array (nnz,)
+        indices : array (nnz,), integer
+            The column of each entry.
+        indptr : array (rows + 1,), integer
+            Row i has the entries indptr[i] to indptr[i + 1].
+        shape : (rows, columns)
+        dual : {True, False, "auto"}
+        """
+        return cls._from_compressed("SparseMatrix.from_csr", data, indices, indptr, shape, dual, False)
+
+    @classmethod
+    def from_csc(cls, data, indices, indptr, shape, *, dual=True) -> SparseMatrix:
+        """Make a matrix from compressed columns: as `from_csr`, with rows and columns in each other's place."""
+        return cls._from_compressed("SparseMatrix.from_csc", data, indices, indptr, shape, dual, True)
+
+    @classmethod
+    def from_coo(cls, data, row, col, shape, *, dual=True) -> SparseMatrix:
+        """Make a matrix from coordinates in any order; entries of one place are added, in the order given.
+
+        Parameters
+        ----------
+        data, row, col : array (entries,)
+        shape : (rows, columns)
+        dual : {True, False, "auto"}
+        """
+        function = "SparseMatrix.from_coo"
+        shape = formats.check_shape(function, shape)
+        device, (data, row, col) = _taken(function, data=data, row=row, col=col)
+        rows, order, starts = formats.from_coordinates(function, device, data, row, col, shape)
+        return cls(_Store(device, False, rows, _is_dual(function, device, rows, dual), order, starts))
+
+    @classmethod
+    def from_scipy(cls, matrix, *, dual=True) -> SparseMatrix:
+        """Copy a SciPy sparse matrix or array, of any format, to the current device."""
+        function = "SparseMatrix.from_scipy"
+        device = arrays.current_device(function)
+        move = np.asarray if device.is_emulated else arrays.cupy_or_raise(function).asarray
+        return cls._from_foreign(function, matrix, move, dual)
+
+    @classmethod
+    def from_cupy(cls, matrix, *, dual=True) -> SparseMatrix:
+        """Make a matrix from one of cupyx.scipy.sparse."""
+        return cls._from_foreign("SparseMatrix.from_cupy", matrix, lambda x: x, dual)
+
+    @classmethod
+    def _from_foreign(cls, function: str, matrix, move, dual) -> SparseMatrix:
+        kind = getattr(matrix, "format", None)
+        if not isinstance(kind, str) or not hasattr(matrix, "tocsr"):
+            checks.fail(TypeError, function, "matrix", "be a sparse matrix", type(matrix).__name__)
+        if kind == "coo":
+            return cls.from_coo(*map(move, (matrix.data, matrix.row, matrix.col)), matrix.shape, dual=dual)
+        make = cls.from_csc if kind == "csc" else cls.from_csr
+        matrix = matrix if kind in ("csr", "csc") else matrix.tocsr()
+        return make(*map(move, (matrix.data, matrix.indices, matrix.indptr)), matrix.shape, dual=dual)
+
+    @classmethod
+    def _from_compressed(cls, function, data, indices, indptr, shape, dual, is_csc: bool) -> SparseMatrix:
+        shape = formats.check_shape(function, shape)
+        device, taken = _taken(function, data=data, indices=indices, indptr=indptr)
+        order = shape[::-1] if is_csc else shape
+        rows = formats.from_compressed(function, *taken, order, "column" if is_csc else "row")
+        return cls(_Store(device, is_csc, rows, _is_dual(function, device, rows, dual)))
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, cols = self._store.values.shape
+        return (cols, rows) if self._store.given != self._transposed else (rows, cols)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._store.values.data.dtype
+
+    @property
+    def nnz(self) -> int:
+        return self._store.values.nnz
+
+    @property
+    def T(self) -> SparseMatrix:
+        """The transpose, a view."""
+        return SparseMatrix(self._store, not self._transposed, self._conjugated)
+
+    @property
+    def H(self) -> SparseMatrix:
+        """The conjugate transpose, a view."""
+        return SparseMatrix(self._store, not self._transposed, not self._conjugated)
+
+    @property
+    def profile(self) -> Profile:
+        """The rows of this matrix; ``A.T.profile`` has its columns."""
+        return self._store.profile_of(self._transposed)
+
+    @property
+    def plan(self) -> Plan:
+        """The kernel of each direction, and the memory it all takes."""
+        store = self._store
+        ways = (self._transposed, not self._transposed)
+        kept = sum(rows.nbytes for rows in store.rows.values())
+        kept += sum(x.nbytes for x in (store.order, store.starts, store.derived_order) if x is not None)
+        return Plan(*(store.choices[way] for way in ways), len(store.rows) == 2, kept)
+
+    def to_scipy(self):
+        """Copy to a SciPy array on the host, CSR or CSC, with entries in the order that is kept. It synchronises."""
+        from scipy import sparse
+
+        store = self._store
+        rows, is_csc = store.values, store.given != self._transposed
+        xp = formats.module_of(rows.data)
+        host = [x.copy() if xp is np else xp.asnumpy(x) for x in (rows.data, rows.indices, rows.indptr)]
+        if self._conjugated:
+            host[0] = host[0].conj()
+        return (sparse.csc_array if is_csc else sparse.csr_array)(tuple(host), shape=self.shape)
+
+    def update_values(self, data) -> None:
+        """Replace the values, in the order in which they were given at construction, and keep all else.
+
+        In place, so captured CUDA graphs multiply with the new values. The first call of a dual matrix sorts the
+        entries by column and keeps the order (8 bytes an entry). Through a conjugated view, the matrix takes the
+        conjugated values.
+
+        Parameters
+        ----------
+        data : array (entries given,)
+            Of the matrix's dtype, or one that NumPy promotes to it.
+        """
+        function = "SparseMatrix.update_values"
+        device, (data,) = _taken(function, data=data)
+        checks.shape(function, "data", data, (self._store.data_size,))
+        self._check_device(function, device, "data")
+        if _promoted(function, "data", self.dtype, data.dtype) != self.dtype:
+            checks.fail(TypeError, function, "data", f"have a dtype that {self.dtype} holds", data.dtype)
+        data = formats.module_of(data).ascontiguousarray(data, self.dtype)
+        self._store.update(data.conj() if self._conjugated else data)
+
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    def matvec(self, x, alpha=1.0, beta=0.0, out=None):
+        """Compute ``out = alpha * A @ x + beta * out`` in one pass.
+
+        Parameters
+        ----------
+        x : array (columns,)
+            A vector that is not contiguous, or narrower than the result, is copied first.
+        alpha, beta : number or 0-d float64 array
+            Arrays are read on the device. With beta 0 `out` is not read, with alpha 0 neither are A and x.
+        out : array (rows,), optional
+            Of the result's dtype. Where it overlaps x, the result is computed aside and copied.
+
+        Returns
+        -------
+        array (rows,)
+
+        Notes
+        -----
+        Nothing synchronises. After a first call, one with contiguous `x` and `out` of the result's dtype allocates
+        nothing and can be captured in a CUDA graph.
+        """
+        return self._multiply("SparseMatrix.matvec", self._transposed, self._conjugated, x, alpha, beta, out)
+
+    def rmatvec(self, x, alpha=1.0, beta=0.0, out=None):
+        """Compute ``out = alpha * A.H @ x + beta * out``: `matvec` of the conjugate transpose."""
+        way, conjugated = not self._transposed, not self._conjugated
+        return self._multiply("SparseMatrix.rmatvec", way, conjugated, x, alpha, beta, out)
+
+    def matmat(self, x, alpha=1.0, beta=0.0, out=None):
+        """Compute ``out = alpha * A @ x + beta * out`` for a dense matrix x (columns, any), of any strides.
+
+        This is a plain kernel with one thread for each entry of the result. A transposed view of a matrix that keeps
+        one format multiplies column by column.
+        """
+        function = "SparseMatrix.matmat"
+        x, out, give = self._operands(function, x, out, 2)
+        result_dtype = _promoted(function, "x", self.dtype, x.dtype)
+        alpha, beta = self._scalars(function, result_dtype, alpha, beta)
+        target = self._target(function, out, (self.shape[0], x.shape[1]), result_dtype, beta)
+        aside = target if out is None or not _overlap(out, x) else target.copy()
+        x = x.astype(result_dtype, copy=False)
+        rows = self._store.rows.get(self._transposed)
+        if rows is not None:
+            multiply_dense(self._store.device, rows, x, aside, alpha, beta, self._conjugated)
+        else:
+            for column in range(x.shape[1]):
+                x_column = formats.module_of(x).ascontiguousarray(x[:, column])
+                y_column = aside[:, column].copy()
+                self._run(self._transposed, self._conjugated, x_column, y_column, alpha, beta, None)
+                aside[:, column] = y_column
+        if aside is not target:
+            target[...] = aside
+        return give(target)
+
+    def __matmul__(self, x):
+        if getattr(x, "ndim", None) == 2 and not isinstance(x, SparseMatrix):
+            return self.matmat(x)
+        return self.matvec(x)
+
+    def __rmatmul__(self, x):
+        return self.T.matvec(x) if getattr(x, "ndim", None) == 1 else self.T.matmat(x.T).T
+
+    def _multiply(self, function: str, way: bool, conjugated: bool, x, alpha, beta, out):
+        x, out, give = self._operands(function, x, out, 1, way)
+        result_dtype = _promoted(function, "x", self.dtype, x.dtype)
+        alpha, beta = self._scalars(function, result_dtype, alpha, beta)
+        rows = self.shape[0] if way == self._transposed else self.shape[1]
+        target = self._target(function, out, (rows,), result_dtype, beta)
+        xp = formats.module_of(x)
+        aside = target
+        if not target.flags.c_contiguous or (out is not None and _overlap(out, x)):
+            aside = xp.ascontiguousarray(target).copy()
+        self._run(way, conjugated, xp.ascontiguousarray(x, result_dtype), aside, alpha, beta, None)
+        if aside is not target:
+            target[...] = aside
+        return give(target)
+
+    def _apply(self, transposed: bool, x, y, alpha, beta, partials=None) -> None:
+        """Compute y = alpha * op(A) x + beta * y, op(A) being A or its conjugate transpose; for the solvers.
+
+        x and y are contiguous arrays of the result's dtype on the matrix's device that do not overlap: nothing is
+        checked. alpha and beta are numbers or 0-d float64 device arrays. With `partials`, a float64 array of at least
+        `_num_partials(transposed)` entries, those entries receive parts of the sum of |y|^2, always the same ones.
+        After one call it allocates nothing and can be captured.
+        """
+        way, conjugated = self._transposed != transposed, self._conjugated != transposed
+        pointer = self._store.device.pointer
+        alpha = (alpha, 0.0, 0) if type(alpha) is float else _packed(alpha, pointer)
+        beta = (beta, 0.0, 0) if type(beta) is float else _packed(beta, pointer)
+        self._run(way, conjugated, x, y, alpha, beta, partials)
+
+    def _num_partials(self, transposed: bool) -> int:
+        """How many entries of `partials` a product writes; 0 where it has no rows."""
+        return self._store.products[self._transposed != transposed].num_partials
+
+    def _run(self, way: bool, conjugated: bool, x, y, alpha: tuple, beta: tuple, partials) -> None:
+        if y.size:
+            self._store.products[way].run(x, y, alpha, beta, partials, conjugated)
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def _operands(self, function: str, x, out, ndim: int, way: bool | None = None) -> tuple:
+        (x, out), give = arrays.take(function, x=x, out=out)
+        if x is None:
+            checks.fail(TypeError, function, "x", "be an array", "None")
+        self._check_device(function, arrays.device_of(function, x=x, out=out), "x")
+        cols = self.shape[1] if way in (None, self._transposed) else self.shape[0]
+        if x.ndim != ndim or x.shape[0] != cols:
+            shape = f"({cols},)" if ndim == 1 else f"({cols}, any)"
+            checks.fail(ValueError, function, "x", f"have shape {shape}", f"shape {tuple(x.shape)}")
+        return x, out, give
+
+    def _check_device(self, function: str, device, name: str) -> None:
+        if device is not self._store.device:
+            checks.fail(ValueError, function, name, f"be on the matrix's device ({self._store.device})", str(device))
+
+    def _scalars(self, function: str, dtype, alpha, beta) -> tuple[tuple, tuple]:
+        return self._scalar(function, "alpha", alpha, dtype), self._scalar(function, "beta", beta, dtype)
+
+    def _scalar(self, function: str, name: str, value, dtype) -> tuple:
+        """Return a factor as the kernels take it."""
+        if hasattr(value, "ndim") and not isinstance(value, np.generic):
+            (array,), _ = arrays.take(function, **{name: value})
+            checks.shape(function, name, array, ())
+            checks.dtype(function, name, array, ("float64",))
+            self._check_device(function, arrays.device_of(function, **{name: array}), name)
+            return _packed(array, self._store.device.pointer)
+        if not isinstance(value, numbers.Complex):
+            checks.fail(TypeError, function, name, "be a number", f"{value!r} ({type(value).__name__})")
+        value = complex(value)
+        if value.imag and dtype.kind != "c":
+            hint = "Convert x to a complex type."
+            checks.fail(TypeError, function, name, f"be real for a result of {dtype.name}", value, hint)
+        return value.real, value.imag, 0
+
+    def _target(self, function: str, out, shape: tuple, dtype, beta: tuple):
+        if out is None:
+            if beta != (0.0, 0.0, 0):
+                checks.fail(ValueError, function, "out", "be given where beta is not 0", "None")
+            return self._store.device.empty(shape, dtype)
+        checks.shape(function, "out", out, shape)
+        if out.dtype != dtype:
+            checks.fail(TypeError, function, "out", f"have the result's dtype {dtype}", out.dtype)
+        return out
+
+
+def _packed(value, pointer) -> tuple:
+    if hasattr(value, "ndim") and not isinstance(value, np.generic):
+        return 0.0, 0.0, pointer(value)
+    value = complex(value)
+    return value.real, value.imag, 0
+
+
+def _taken(function: str, **named) -> tuple:
+    for name, x in named.items():
+        if x is None:
+            checks.fail(TypeError, function, name, "be an array", "None")
+    taken, _ = arrays.take(function, **named)
+    return arrays.device_of(function, **dict(zip(named, taken, strict=True))), taken
+
+
+def _promoted(function: str, name: str, matrix: np.dtype, vector: np.dtype) -> np.dtype:
+    """Return the dtype of a product."""
+    result = _result_type(matrix, vector)
+    if result is None:
+        checks.fail(TypeError, function, name, f"have a dtype that NumPy promotes with {matrix}", vector)
+    return result
+
+
+@functools.lru_cache(maxsize=256)
+def _result_type(matrix: np.dtype, vector: np.dtype) -> np.dtype | None:
+    try:
+        result = np.result_type(matrix, vector)
+    except TypeError:
+        return None
+    return result if result.name in formats.VALUES else None
+
+
+def _overlap(a, b) -> bool:
+    return formats.module_of(a).may_share_memory(a, b)
+
+
+def _is_dual(function: str, device, rows: Rows, dual) -> bool:
+    """Decide whether the second format is made."""
+    checks.choice(function, "dual", dual, (True, False, "auto"))
+    if dual != "auto":
+        return bool(dual)
+    return rows.nbytes + _SORT_BYTES * rows.nnz <= _RESERVE * _free_bytes(device)
+
+
+def _free_bytes(device) -> float:
+    if device.is_emulated:
+        return float("inf")
+    cupy = arrays.cupy_or_raise("SparseMatrix")
+    with cupy.cuda.Device(device.ordinal):
+        return cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
