@@ -3,7 +3,7 @@
 // Shared memory holds a row of BLOCK_M (or BLOCK_N) values for each k, whatever the operand's own order, so that a
 // thread's part of an outer product is a few 16-byte reads. An operand that is contiguous along K is transposed on its
 // way, through registers. blockIdx is used as in gemm_sm80.cu.
-#include "common/gemm_problem.cuh"
+#include "common/groups.cuh"
 #include "common/ring.cuh"
 
 namespace rawops {
@@ -121,38 +121,31 @@ constexpr int simt_blocks =
     ceil_div(Shape::BLOCK_M * Shape::BLOCK_N / Shape::THREADS <= 64 ? 384 : 256, Shape::THREADS);
 
 template <class Shape, bool kAKMajor, bool kBKMajor, int ACCESS_A, int ACCESS_B, int kActivation>
-__global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)
-    gemm_simt(const __grid_constant__ GemmParams params) {
-    using Epilogue = Epilogue<float, float, kActivation>;
-    constexpr int BLOCK_M = Shape::BLOCK_M, BLOCK_N = Shape::BLOCK_N, BLOCK_K = Shape::BLOCK_K;
-    constexpr int LANES_M = 8, LANES_N = 4;
-    constexpr int ROWS = Shape::WARP_M / LANES_M, COLS = Shape::WARP_N / LANES_N;  // of one thread
-    constexpr int TILE_COLS = Epilogue::kGated ? BLOCK_N / 2 : BLOCK_N, UP = Epilogue::kGated ? COLS / 2 : 0;
+struct SimtProduct {
+    using Epilogue = rawops::Epilogue<float, float, kActivation>;
+    static constexpr int BLOCK_M = Shape::BLOCK_M, BLOCK_N = Shape::BLOCK_N, BLOCK_K = Shape::BLOCK_K;
+    static constexpr int LANES_M = 8, LANES_N = 4;
+    static constexpr int ROWS = Shape::WARP_M / LANES_M, COLS = Shape::WARP_N / LANES_N;  // of one thread
+    static constexpr int TILE_COLS = Epilogue::kGated ? BLOCK_N / 2 : BLOCK_N, UP = Epilogue::kGated ? COLS / 2 : 0;
     using LoaderA = SimtLoader<BLOCK_M, BLOCK_K, kAKMajor, ACCESS_A, Shape::THREADS>;
     using LoaderB = SimtLoader<BLOCK_N, BLOCK_K, kBKMajor, ACCESS_B, Shape::THREADS, Epilogue::kGated>;
-    constexpr int A_BYTES = LoaderA::Tile::BYTES, STAGE_BYTES = A_BYTES + LoaderB::Tile::BYTES;
-    extern __shared__ __align__(128) char shared[];
-    const GemmCall& call = params.call;
-    const GemmShape& shape = params.shape;
+    static constexpr int A_BYTES = LoaderA::Tile::BYTES, STAGE_BYTES = A_BYTES + LoaderB::Tile::BYTES;
 
-    // Neighbouring lanes share rows, and each half of a warp reads 8 groups of A and 2 of B: every read of 16 bytes a
-    // lane takes two cycles of the shared memory, not four.
-    const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
-    const int lane_m = lane / 2 % LANES_M, lane_n = lane % 2 + lane / 16 * 2;
-    const SimtReader<typename LoaderA::Tile, ROWS> reader_a{(warp / Shape::WARPS_N * LANES_M + lane_m) * 4};
-    const SimtReader<typename LoaderB::Tile, COLS> reader_b{(warp % Shape::WARPS_N * LANES_N + lane_n) * 4};
-    const int cols = shape.epilogue.cols;
-    const TileIndex tile = grouped_raster(blockIdx.x, ceil_div(shape.M, BLOCK_M), ceil_div(cols, TILE_COLS));
-    const int m_begin = tile.m * BLOCK_M, n_begin = tile.n * TILE_COLS;
-    const int k_begin = blockIdx.y * shape.k_per_split;
-    const float alpha = call.alpha.read();
-    const int k_count = alpha == 0 ? 0 : min_of(shape.K - k_begin, shape.k_per_split);  // 0: a and b are not read
-
-    for (int batch = blockIdx.z; batch < shape.batches; batch += gridDim.z) {
+    // The tile at m_begin and n_begin of one product of the batch, of rows below m_end.
+    static __device__ void run(const GemmCall& call, const GemmShape& shape, float alpha, char* shared, int batch,
+                               int m_begin, int m_end, int n_begin) {
+        // Neighbouring lanes share rows, and each half of a warp reads 8 groups of A and 2 of B: every read of 16 bytes
+        // a lane takes two cycles of the shared memory, not four.
+        const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
+        const int lane_m = lane / 2 % LANES_M, lane_n = lane % 2 + lane / 16 * 2;
+        const SimtReader<typename LoaderA::Tile, ROWS> reader_a{(warp / Shape::WARPS_N * LANES_M + lane_m) * 4};
+        const SimtReader<typename LoaderB::Tile, COLS> reader_b{(warp % Shape::WARPS_N * LANES_N + lane_n) * 4};
+        const int cols = shape.epilogue.cols, k_begin = blockIdx.y * shape.k_per_split;
+        const int k_count = alpha == 0 ? 0 : min_of(shape.K - k_begin, shape.k_per_split);  // 0: a and b are not read
         int index[3];
         shape.batch_index(batch, index);
         LoaderA loader_a(static_cast<const float*>(call.a) + shape.a.offset(index), shape.a.row, shape.a.col, m_begin,
-                         shape.M, k_begin, 0, thread);
+                         m_end, k_begin, 0, thread);
         LoaderB loader_b(static_cast<const float*>(call.b) + shape.b.offset(index), shape.b.col, shape.b.row, n_begin,
                          cols, k_begin, cols * shape.b.col, thread);
         float acc[ROWS][COLS] = {};
@@ -196,7 +189,7 @@ __global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)
 
         EpilogueCall target = call.epilogue;
         target.out = static_cast<float*>(target.out) + blockIdx.y * shape.partial_stride;
-        const Epilogue epilogue(target, shape.epilogue, index, shape.partial_stride != 0 ? 1.0f : alpha);
+        const Epilogue epilogue(target, shape.epilogue, index, shape.partial_stride != 0 ? 1.0f : alpha, m_end);
 #pragma unroll 1  // one copy of the epilogue, which always finishes row 0: the rows move up
         for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
@@ -213,6 +206,37 @@ __global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)
             }
         }
     }
+};
+
+template <class Shape, bool kAKMajor, bool kBKMajor, int ACCESS_A, int ACCESS_B, int kActivation>
+__global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)
+    gemm_simt(const __grid_constant__ GemmParams params) {
+    using Product = SimtProduct<Shape, kAKMajor, kBKMajor, ACCESS_A, ACCESS_B, kActivation>;
+    extern __shared__ __align__(128) char shared[];
+    const GemmShape& shape = params.shape;
+    const int tiles_m = ceil_div(shape.M, Product::BLOCK_M);
+    const int tiles_n = ceil_div(shape.epilogue.cols, Product::TILE_COLS);
+    const TileIndex tile = grouped_raster(blockIdx.x, tiles_m, tiles_n);
+    const float alpha = params.call.alpha.read();
+    for (int batch = blockIdx.z; batch < shape.batches; batch += gridDim.z) {
+        Product::run(params.call, shape, alpha, shared, batch, tile.m * Product::BLOCK_M, shape.M,
+                     tile.n * Product::TILE_COLS);
+    }
+}
+
+template <class Shape, bool kAKMajor, bool kBKMajor, int ACCESS_A, int ACCESS_B, int kActivation>
+__global__ void __launch_bounds__(Shape::THREADS, simt_blocks<Shape>)
+    gemm_grouped_simt(const __grid_constant__ GroupedParams params) {
+    using Product = SimtProduct<Shape, kAKMajor, kBKMajor, ACCESS_A, ACCESS_B, kActivation>;
+    extern __shared__ __align__(128) char shared[];
+    const GemmShape& shape = params.shape;
+    GroupTable table(shared, params.groups.count);
+    table.fill(params.groups, shape.M, Product::BLOCK_M);
+    const int tiles_n = ceil_div(shape.epilogue.cols, Product::TILE_COLS);
+    if (blockIdx.x >= table.row_tiles() * tiles_n) return;
+    const GroupTile tile = table.find(blockIdx.x, tiles_n, 8, Product::BLOCK_M);
+    Product::run(params.call, shape, params.call.alpha.read(), shared + table.bytes(), tile.group, tile.m, tile.m_end,
+                 tile.n * Product::TILE_COLS);
 }
 
 }  // namespace rawops

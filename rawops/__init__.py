@@ -15,7 +15,7 @@ from rawops.errors import (
     UnsupportedError,
     UnsupportedPTX,
 )
-from rawops.gemm import Gemm, gemm
+from rawops.gemm import Gemm, gemm, grouped_gemm
 from rawops.lora import FusedLoRA, lora_linear
 from rawops.sparse import SparseMatrix
 
@@ -37,6 +37,7 @@ __all__ = [
     "UnsupportedPTX",
     "emulate",
     "gemm",
+    "grouped_gemm",
     "kernels",
     "lora_linear",
     "pack_int4",

@@ -301,7 +301,8 @@ class Product:
         named = dict(zip(self.roles, operands, strict=True))
         request = Request(self.function, self.options, named, addresses, self.names)
         dtype, out_dtype, sizes = self.check(request)
-        run = self._steps(device, request, dtype, out_dtype, sizes).run if math.prod(sizes.result) else None
+        empty = 0 in (*sizes.result, *named["b"].shape[:-2])
+        run = None if empty else self._steps(device, request, dtype, out_dtype, sizes).run
         return Launch(device, sizes.result, dtypes.numpy(out_dtype), _overlaps(request), run)
 
     # What a derived product changes. `further` are the operands beyond `ROLES`.

@@ -101,6 +101,7 @@ CALL_FIELDS = {
 SHAPE_FIELDS = {
     **{key: kind for name in ("a", "b", "out", "c", "residual") for key, kind in _strides(name).items()},
     "bias_stride": "int64",
+    "bias_batch": "int64",
     **dict.fromkeys(("rows", "cols", "out_flags", "c_flags", "bias_flags", "residual_flags"), "int32"),
     "partial_stride": "int64",
     **dict.fromkeys(("M", "N", "K", "k_per_split", "batches", "extent0", "extent1", "extent2"), "int32"),

@@ -99,7 +99,7 @@ def check_options(function: str, options: Options) -> None:
         _, N, _, dtype = options.sizes
         if options.activation == "swiglu" and N % 2:
             checks.fail(ValueError, function, "N", "be even for swiglu", N)
-        _check_precision(function, options.precision, dtype)
+        check_precision(function, options.precision, dtype)
         if options.out_dtype is not None:
             _out_dtype(function, "out_dtype", options.out_dtype, dtype)
 
@@ -134,9 +134,10 @@ def check_given(function: str, **named) -> None:
             checks.fail(ValueError, function, name, "be given", "None")
 
 
-def check_bias(function: str, x, dtype: str, N: int) -> None:
+def check_bias(function: str, x, dtype: str, N: int, groups: int | None = None) -> None:
+    """Check a bias (N,); with `groups`, it may be (groups, N)."""
     checks.dtype(function, "bias", x, _epilogue_dtypes(dtype))
-    checks.shape(function, "bias", x, (N,))
+    checks.shape(function, "bias", x, (N,) if groups is None or x.ndim == 1 else (groups, N))
 
 
 def check_addend(function: str, role: str, x, dtype: str, target: tuple) -> None:
@@ -152,7 +153,7 @@ def _epilogue_dtypes(dtype: str) -> tuple[str, ...]:
     return (dtype,) if dtype in ("float32", "float64") else (dtype, "float32")
 
 
-def _check_precision(function: str, precision: str | None, dtype: str) -> None:
+def check_precision(function: str, precision: str | None, dtype: str) -> None:
     if precision == "tf32" and dtype != "float32":
         checks.fail(ValueError, function, "precision", f"be None for {dtype}", repr(precision), "TF32 rounds float32.")
 
@@ -174,8 +175,8 @@ def check(request: Request) -> tuple[str, str, Sizes]:
     N = b.shape[-1]
     cols = N // 2 if options.activation == "swiglu" else N
     sizes = Sizes(a.shape[-2], N, a.shape[-1], cols, _broadcast_batch(request))
-    out_dtype = _result_dtype(request, dtype)
-    _check_epilogue(request, dtype, sizes)
+    out_dtype = result_dtype(request, dtype)
+    check_epilogue(request, dtype, sizes)
     return dtype, out_dtype, sizes
 
 
@@ -195,7 +196,7 @@ def _check_operands(request: Request) -> str:
         request.fail(ValueError, "b", rule, f"shapes {tuple(a.shape)} @ {tuple(b.shape)}", "Transpose it?")
     if options.activation == "swiglu" and b.shape[-1] % 2:
         request.fail(ValueError, "b", "have an even number of columns for swiglu", b.shape[-1])
-    _check_precision(function, options.precision, dtype)
+    check_precision(function, options.precision, dtype)
     return dtype
 
 
@@ -219,7 +220,7 @@ def _broadcast_batch(request: Request) -> tuple[int, ...]:
     return batch
 
 
-def _result_dtype(request: Request, dtype: str) -> str:
+def result_dtype(request: Request, dtype: str) -> str:
     given, out = request.options.out_dtype, request.arrays["out"]
     wanted = given if given is not None else out.dtype if out is not None else dtype
     name = _out_dtype(request.function, "out" if given is None else "out_dtype", wanted, dtype)
@@ -228,13 +229,13 @@ def _result_dtype(request: Request, dtype: str) -> str:
     return name
 
 
-def _check_epilogue(request: Request, dtype: str, sizes: Sizes) -> None:
+def check_epilogue(request: Request, dtype: str, sizes: Sizes, groups: int | None = None) -> None:
     function, arrays = request.function, request.arrays
     for role, target in (("c", (*sizes.batch, sizes.M, sizes.N)), ("residual", sizes.result)):
         if arrays[role] is not None:
             check_addend(function, role, arrays[role], dtype, target)
     if arrays["bias"] is not None:
-        check_bias(function, arrays["bias"], dtype, sizes.N)
+        check_bias(function, arrays["bias"], dtype, sizes.N, groups)
     out = arrays["out"]
     if out is not None:
         checks.shape(function, "out", out, sizes.result)
@@ -273,7 +274,8 @@ def describe(request: Request, sizes: Sizes, out_dtype: str) -> dict[str, Operan
             request.fail(ValueError, role, "lie on whole elements", got, "Copy it first.")
         strides = [s // itemsize for s in x.strides]
         if role == "bias":
-            found[role] = Operand(dtypes.name(x.dtype), itemsize, address % 16, 0, strides[0], [0])
+            groups = strides[:-1] if x.shape[0] > 1 else [0] * (x.ndim - 1)
+            found[role] = Operand(dtypes.name(x.dtype), itemsize, address % 16, 0, strides[-1], groups or [0])
             continue
         target = targets.get(role, (*sizes.batch, *x.shape[-2:]))
         strides = [0] * (len(target) - x.ndim) + [
@@ -368,7 +370,7 @@ def pack_shape(operands, sizes, extents, config, gate, partial_stride=0) -> byte
     bias = operands.get("bias")
     return SHAPE.pack(
         *strides,
-        bias.col if bias else 0,
+        *((bias.col, bias.batch[-1]) if bias else (0, 0)),
         *(M, cols, *flags.values()),
         partial_stride,
         *(M, N, K, config.k_per_split, math.prod(extents), *extents),

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rawops._runtime import dtypes
+from rawops._gemm_maps import encode, map_of
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
-from rawops._runtime.tensormap import TensorMap
 
 BLOCK_K = 64
 RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
@@ -128,6 +127,7 @@ class Problem:
     """What a configuration depends on.
 
     N counts columns of D; `parts` is 2 for swiglu, whose b is twice as wide. `rank` is that of a low-rank part, padded.
+    `grouped`: each of `batches` groups has M rows on average.
     """
 
     M: int
@@ -139,6 +139,7 @@ class Problem:
     finish: int = PLAIN
     parts: int = 1
     rank: int = 0
+    grouped: bool = False
 
     @property
     def k_blocks(self) -> int:
@@ -204,11 +205,14 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int) -> Con
     step = 32 if problem.parts == 2 else 16
     if not problem.b_k_major:  # boxes of 64 columns
         step = 64 * problem.parts
-    if problem.rank:
+    if problem.grouped:
+        ways = [(1, False, False), (1, True, False)]
+    elif problem.rank:
         ways = [(cluster, False, rides) for cluster in (1, *_CLUSTERS) for rides in (True, False)]
     else:
         ways = [(1, False, False), (1, True, False), *((cluster, False, False) for cluster in _CLUSTERS)]
-    heights = (64,) if problem.M <= 64 else (64, 128) if problem.M <= 128 else (128,)
+    ragged = 2 if problem.grouped else 1  # the last tile of a group is half empty on average
+    heights = (64,) if problem.M <= 64 else (64, 128) if 128 * ragged >= problem.M else (128,)
     candidates = []
     for block_m, (cluster, ping_pong, rides) in itertools.product(heights, ways):
         if cluster <= problem.k_blocks:
@@ -235,12 +239,14 @@ def configure(
     """Complete a configuration with as many stages as fit, the order of tiles, and its cost."""
     tiles_m, tiles_n = -(-problem.M // block_m), -(-problem.N * problem.parts // block_n)
     tiles = tiles_m * tiles_n * problem.batches
+    if problem.grouped:
+        tiles = max(1, (2 * problem.M + block_m) // (2 * block_m) * problem.batches) * tiles_n
     at_a_time = sm_count // cluster
     if cluster > 2:  # the SMs that a cluster can be placed on together are not all a multiple of it
         at_a_time = sm_count * 9 // 10 // cluster
     waves = -(-tiles // max(at_a_time, 1))
     bands = -(-tiles_m // _RASTER_ROWS)
-    blocks = tiles * cluster if cluster > 1 else min(tiles, sm_count)
+    blocks = tiles * cluster if cluster > 1 else sm_count if problem.grouped else min(tiles, sm_count)
     config = Config(block_m, block_n, 0, cluster, ping_pong, rides, -(-tiles_m // bands), blocks, waves, 0)
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
     config = replace(config, stages=max(min(stages, _MAX_STAGES), 0))
@@ -321,7 +327,7 @@ def supports(
     """
     if not SM90.exists_on(device.capability):
         return False
-    problem = _problem(operands, M, N, K, extents, activation, low_rank)
+    problem = describe_problem(operands, M, N, K, extents, activation, low_rank)
     if problem is None:
         return False
     config = select_config(problem, device.sm_count, device.max_shared_bytes)
@@ -351,12 +357,11 @@ def plan(
     device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, low_rank: LowRank | None = None
 ) -> Plan:
     """Prepare a product that `supports` accepts; the same arguments."""
-    a, b, out = operands["a"], operands["b"], operands["out"]
-    problem = _problem(operands, M, N, K, extents, activation, low_rank)
+    problem = describe_problem(operands, M, N, K, extents, activation, low_rank)
     config = select_config(problem, device.sm_count, device.max_shared_bytes)
     choices = {
-        "dtype": a.dtype,
-        "out_dtype": out.dtype,
+        "dtype": operands["a"].dtype,
+        "out_dtype": operands["out"].dtype,
         "block_m": config.block_m,
         "block_n": config.block_n,
         "stages": config.stages,
@@ -365,28 +370,14 @@ def plan(
         "activation": activation,
         "finish": problem.finish,
     }
-    share = config.share(problem)
-    box_cols = next(cols for cols in (64, 32, 16) if share % cols == 0)
-    b_rows = config.block_n // problem.parts if problem.b_k_major else 64
-    a_rows = config.block_m if problem.a_k_major else 64
-    describe = [
-        _map_of(a, (M, a.row), (K, a.col), problem.a_k_major, a_rows, BLOCK_K, extents),
-        _map_of(b, (N, b.col), (K, b.row), problem.b_k_major, b_rows, BLOCK_K, extents),
-    ]
-    if problem.finish != DIRECT:
-        describe.append(_map_of(out, (M, out.row), (problem.N, out.col), True, config.rows, box_cols, extents))
-
-    @functools.lru_cache(maxsize=64)
-    def maps(*addresses: int) -> bytes:
-        return b"".join(_encoded(device, describe, addresses)).ljust(3 * 128, b"\0")
-
+    maps = tensor_maps(device, operands, problem, config, (M, N, K), extents)
     if config.cluster > 1:
         choices["cluster"] = config.cluster
     low_rank_call = None
     if low_rank is not None:
         choices |= {"rank": problem.rank, "rides": config.rides}
         choices["lora_a_k_major"], choices["lora_b_k_major"] = _majors(low_rank, N, K)
-        low_rank_call = _low_rank_call(device, low_rank, problem, N, share, box_cols)
+        low_rank_call = _low_rank_call(device, low_rank, problem, N, config.share(problem))
         spec = LORA if config.cluster == 1 else LORA_CLUSTER
     elif config.cluster > 1:
         spec = SM90_CLUSTER
@@ -396,7 +387,31 @@ def plan(
     return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call)
 
 
-def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: int, box_cols: int) -> Callable:
+def tensor_maps(device, operands: dict, problem: Problem, config: Config, sizes: tuple, extents: tuple) -> Callable:
+    """Return a function from the addresses of a, b and out to the kernel's GemmMaps; `sizes` are M, N, K."""
+    (M, N, K), (a, b, out) = sizes, (operands[role] for role in ("a", "b", "out"))
+    b_rows = config.block_n // problem.parts if problem.b_k_major else 64
+    a_rows = config.block_m if problem.a_k_major else 64
+    describe = [
+        map_of(a, (M, a.row), (K, a.col), problem.a_k_major, a_rows, BLOCK_K, extents),
+        map_of(b, (N, b.col), (K, b.row), problem.b_k_major, b_rows, BLOCK_K, extents),
+    ]
+    if problem.finish != DIRECT:
+        box_cols = _box_cols(config.share(problem))
+        describe.append(map_of(out, (M, out.row), (problem.N, out.col), True, config.rows, box_cols, extents))
+
+    @functools.lru_cache(maxsize=64)
+    def maps(*addresses: int) -> bytes:
+        return b"".join(encode(device, describe, addresses)).ljust(3 * 128, b"\0")
+
+    return maps
+
+
+def _box_cols(share: int) -> int:
+    return next(cols for cols in (64, 32, 16) if share % cols == 0)
+
+
+def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: int) -> Callable:
     """Return a function to the kernel's LowRankCall.
 
     It takes the scaling, the addresses of both factors, and the address and row stride of x @ a, where that is made
@@ -405,25 +420,20 @@ def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: i
     a, b, rank, step = low_rank.a, low_rank.b, low_rank.rank, problem.rank
     a_k_major, b_k_major = _majors(low_rank, N, problem.K)
     describe = [
-        _map_of(a, (rank, a.col), (problem.K, a.row), a_k_major, step, BLOCK_K, (1, 1, 1)),
-        _map_of(b, (N, b.col), (rank, b.row), b_k_major, share if b_k_major else box_cols, step, (1, 1, 1)),
+        map_of(a, (rank, a.col), (problem.K, a.row), a_k_major, step, BLOCK_K, (1, 1, 1)),
+        map_of(b, (N, b.col), (rank, b.row), b_k_major, share if b_k_major else _box_cols(share), step, (1, 1, 1)),
     ]
 
     @functools.lru_cache(maxsize=64)
     def call(scaling: float, a_address: int, b_address: int, y_address: int = 0, y_row: int = 0) -> bytes:
-        maps = _encoded(device, describe, (a_address, b_address))
+        maps = encode(device, describe, (a_address, b_address))
         return _LOW_RANK_CALL.pack(*maps, y_address, y_row, rank, scaling)
 
     return call
 
 
-def _encoded(device, describe: list, addresses: tuple) -> list[bytes]:
-    encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
-    return [encode(d(address=address)) for d, address in zip(describe, addresses, strict=False)]
-
-
-def _problem(
-    operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, low_rank: LowRank | None
+def describe_problem(
+    operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, low_rank: LowRank | None = None
 ) -> Problem | None:
     """Describe a product, None where the kernel cannot run it."""
     a, b, out = operands["a"], operands["b"], operands["out"]
@@ -469,24 +479,4 @@ def _movable(x, inner_stride: int, inner: int, outer_stride: int, outer: int) ->
         and x.alignment == 0
         and all(s >= 0 and s * x.itemsize % 16 == 0 for s in steps)
         and (outer == 1 or outer_stride > 0)
-    )
-
-
-def _map_of(x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, box_cols: int, extents: tuple):
-    """Return a function from an operand's address to its tensor map, whose boxes are `box_rows` x `box_cols`.
-
-    rows and cols are (size, stride in elements), and `cols_inner` tells which of them is contiguous.
-    """
-    outer, inner, box = (rows, cols, (box_rows, box_cols)) if cols_inner else (cols, rows, (box_cols, box_rows))
-    batch = [s if n > 1 else 0 for n, s in zip(extents, (*x.batch, 0, 0, 0)[:3], strict=True)]
-    sizes = tuple(extent if stride else 1 for extent, stride in zip(extents, batch, strict=True))
-    pitch = 16 // x.itemsize  # stands in for the stride of an axis of one entry
-    strides = [*(s or pitch for s in batch), outer[1] if outer[0] > 1 else pitch]
-    return functools.partial(
-        TensorMap,
-        dtype=dtypes.numpy(x.dtype),
-        shape=(*sizes, outer[0], inner[0]),
-        strides=(*(s * x.itemsize for s in strides), x.itemsize),
-        box=(1, 1, 1, *box),
-        swizzle=box[1] * x.itemsize,
     )

@@ -6,6 +6,7 @@ import functools
 
 from rawops._gemm_call import ZERO, Product, scalar, scalars
 from rawops._gemm_config import DTYPES
+from rawops._gemm_grouped import GroupedProduct
 from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_dtype, split_count
 from rawops._gemm_w4 import WeightProduct
 from rawops._runtime import arrays, checks
@@ -116,6 +117,71 @@ def gemm(
         product = _product.__wrapped__(*options)
     groups = _groups("gemm", b_dtype, scale_b, zero_b)
     return product((a, b, out, c, bias, residual, *groups), packed_alpha, packed_beta)
+
+
+@functools.lru_cache(maxsize=256)
+def _grouped_product(*options) -> GroupedProduct:
+    """Return the product that all calls of `grouped_gemm` with these options share."""
+    return GroupedProduct("grouped_gemm", Options(*options))
+
+
+def grouped_gemm(
+    a,
+    b,
+    group_offsets,
+    c=None,
+    *,
+    alpha=1.0,
+    beta=0.0,
+    bias=None,
+    residual=None,
+    activation: str | None = None,
+    out=None,
+    out_dtype=None,
+    precision: str | None = None,
+    deterministic: bool = False,
+):
+    """Compute the rows of each group with the group's own b: the products of a mixture of experts in one launch.
+
+    Rows ``group_offsets[g]`` to ``group_offsets[g + 1] - 1`` of the result are
+    ``activation(alpha * (a @ b[g]) + beta * c + bias[g]) + residual``. The offsets are read on the device: nothing
+    synchronises, and a captured graph may be replayed with others.
+
+    Parameters
+    ----------
+    a : array (total_M, K)
+        float16, bfloat16, float32 or float64, rows sorted by group.
+    b : array (groups, K, N)
+        Same dtype, at most 1024 groups. Any strides: weights stored (groups, N, K) come in as a transposed view.
+    group_offsets : array (groups + 1,)
+        int32 or int64, on the device, not decreasing: `torch._grouped_mm`'s `offs` with the first row, usually 0, in
+        front. Groups may be empty. An offset outside of 0..total_M counts as the nearest of these, one smaller than
+        an offset before it as that one.
+    c, residual : array broadcastable to the result, optional
+    bias : array (groups, N) or (N,), optional
+    alpha, beta, activation, out, out_dtype, precision, deterministic
+        As for `gemm`.
+
+    Returns
+    -------
+    array (total_M, N), or (total_M, N/2) for swiglu
+        Rows in no group, before ``group_offsets[0]`` and from ``group_offsets[-1]`` on, are not written: they keep what
+        `out` held, and are undefined without `out`.
+
+    Notes
+    -----
+    Fastest where `a` is row-major, as tokens are: groups begin at any row, which a column-major `a` of a 16-bit type
+    pays for with accesses of one element.
+    """
+    packed_alpha, packed_beta = scalars("grouped_gemm", alpha, beta, c, a)
+    if packed_beta == ZERO:
+        c = None
+    options = (activation, out_dtype, precision)
+    try:
+        product = _grouped_product(*options)
+    except TypeError:  # what cannot be hashed is no option: the checks say so
+        product = _grouped_product.__wrapped__(*options)
+    return product((a, b, out, c, bias, residual, group_offsets), packed_alpha, packed_beta)
 
 
 class Gemm:

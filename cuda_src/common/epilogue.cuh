@@ -56,7 +56,7 @@ struct EpilogueCall {
 // ... and what a plan keeps.
 struct EpilogueShape {
     Strides out, c, residual;
-    int64_t bias_stride;
+    int64_t bias_stride, bias_batch;  // along the columns, along the last axis of the batch
     int rows, cols;  // of D: cols is N / 2 for swiglu
     int out_flags, c_flags, bias_flags, residual_flags;
 };
@@ -86,18 +86,25 @@ public:
     using Group = Value[WIDTH];
 
     __device__ Epilogue(const EpilogueCall& call_, const EpilogueShape& shape_, const int (&batch)[3], Value alpha_)
+        : Epilogue(call_, shape_, batch, alpha_, shape_.rows) {}
+
+    // For rows up to rows_end - 1.
+    __device__ Epilogue(const EpilogueCall& call_, const EpilogueShape& shape_, const int (&batch)[3], Value alpha_,
+                        int rows_end_)
         : call(call_),
           shape(shape_),
           out(static_cast<Out*>(call_.out) + shape_.out.offset(batch)),
           c_batch(shape_.c.offset(batch)),
           residual_batch(shape_.residual.offset(batch)),
+          bias_batch(shape_.bias_batch * batch[2]),
+          rows_end(rows_end_),
           alpha(alpha_),
           beta(call_.c == nullptr ? Value(0) : Value(call_.beta.read())) {}
 
     // Finishes columns n .. n + WIDTH - 1 of row m in registers; nothing is read for what lies outside D.
     __device__ void transform(int m, int n, Group& value, Group& up) const {
         const int count = min_of(shape.cols - n, WIDTH);
-        if (m >= shape.rows || count <= 0) return;
+        if (m >= rows_end || count <= 0) return;
         add_linear_terms(m, n, count, value);
         if constexpr (kGated) add_linear_terms(m, n + shape.cols, count, up);
 #pragma unroll
@@ -115,14 +122,20 @@ public:
     __device__ void finish(int m, int n, Group& value, Group& up) const {
         transform(m, n, value, up);
         const int count = min_of(shape.cols - n, WIDTH);
-        if (m < shape.rows && count > 0) write(m, n, count, value);
+        if (m < rows_end && count > 0) write(m, n, count, value);
     }
+
+    __device__ int cols() const { return shape.cols; }  // of D
+
+    // The place of an element of D.
+    __device__ Out* place(int m, int n) const { return out + m * shape.out.row + n * shape.out.col; }
 
 private:
     const EpilogueCall& call;
     const EpilogueShape& shape;
     Out* out;
-    int64_t c_batch, residual_batch;
+    int64_t c_batch, residual_batch, bias_batch;
+    int rows_end;
     Value alpha, beta;
 
     static __device__ void read(Group& values, const void* pointer, int64_t offset, int64_t stride, int count,
@@ -142,14 +155,14 @@ private:
         }
         if (call.bias != nullptr) {
             Group bias;
-            read(bias, call.bias, n * shape.bias_stride, shape.bias_stride, count, shape.bias_flags);
+            read(bias, call.bias, bias_batch + n * shape.bias_stride, shape.bias_stride, count, shape.bias_flags);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) value[i] += bias[i];
         }
     }
 
     __device__ void write(int m, int n, int count, const Group& value) const {
-        Out* destination = out + m * shape.out.row + n * shape.out.col;
+        Out* destination = place(m, n);
         if ((shape.out_flags & kAligned) && count == WIDTH) {
             Vector<Out, WIDTH> group;
 #pragma unroll

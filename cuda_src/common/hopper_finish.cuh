@@ -89,6 +89,22 @@ __device__ inline void stage_finished(const typename Tile::Finished& acc, const 
     });
 }
 
+// Writes the first `rows` rows of the staging tile: TMA would write those of the next group, too.
+template <class Tile>
+__device__ inline void store_rows(const typename Tile::Epilogue& epilogue, const Work& work, int rows, int cols,
+                                  const Consumer& self) {
+    constexpr int CHUNKS = Tile::SHARE / 8;  // of 16 bytes
+    for (int chunk = self.thread; chunk < rows * CHUNKS; chunk += kWarpGroupSize) {
+        const int row = chunk / CHUNKS, col = chunk % CHUNKS * 8;
+        const int offset = col / Tile::BOX_COLS * Tile::BOX_BYTES +
+                           swizzled_offset<Tile::BOX_COLS * 2>(row, col % Tile::BOX_COLS / 8);
+        if (col < cols) {
+            *reinterpret_cast<uint4*>(epilogue.place(work.m + self.row + row, work.n + col)) =
+                *reinterpret_cast<const uint4*>(self.staging + offset);
+        }
+    }
+}
+
 // Finishes a tile and starts its way to D, which TMA completes while the next tile is multiplied.
 template <class Tile>
 __device__ inline void finish_work(const typename Tile::Finished& acc, const typename Tile::Epilogue& epilogue,
@@ -105,11 +121,16 @@ __device__ inline void finish_work(const typename Tile::Finished& acc, const typ
         else stage_finished<Tile>(acc, epilogue, work, self);
         fence_async_proxy();
         self.sync();
+        if constexpr (Tile::kGrouped) {
+            const int rows = work.m_end - work.m - self.row;
+            if (rows < Tile::ROWS) return store_rows<Tile>(epilogue, work, rows, epilogue.cols() - work.n, self);
+        }
         if (self.leads()) {
+            const int group = Tile::kGrouped ? 0 : work.batch[2];  // the groups share one D
 #pragma unroll
             for (int col = 0; col < Tile::SHARE; col += Tile::BOX_COLS) {
                 const uint32_t box = shared_address(self.staging) + col / Tile::BOX_COLS * Tile::BOX_BYTES;
-                tma_store(map, {work.n + col, work.m + self.row, work.batch[2], work.batch[1], work.batch[0]}, box);
+                tma_store(map, {work.n + col, work.m + self.row, group, work.batch[1], work.batch[0]}, box);
             }
             tma_store_commit();
         }

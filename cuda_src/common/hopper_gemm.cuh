@@ -212,7 +212,8 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
         }
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
         multiply_stages<Tile>(acc, y, slot, k_blocks, exchange, self);
-        const typename Tile::Epilogue epilogue(params.call.epilogue, params.shape.epilogue, work.batch, alpha);
+        const typename Tile::Epilogue epilogue(params.call.epilogue, params.shape.epilogue, work.batch, alpha,
+                                               work.m_end);
         auto finish = [&](typename Tile::Finished& sum) {
             if constexpr (Tile::LowRank::RANK > 0) {
                 barrier_wait(exchange.lora_b_barriers.full(0), tile_phase);
@@ -238,10 +239,23 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
     if (self.leads()) tma_store_wait();
 }
 
+// What the block is to do; a grouped product looks at its offsets first.
+template <class Tile>
+__device__ inline Schedule<Tile> schedule_of(const GemmShape& shape, int raster_group, int k_blocks,
+                                             const GroupOffsets* groups, char* shared) {
+    if constexpr (Tile::kGrouped) {
+        GroupTable table(shared + Tile::GROUPS_AT, groups->count);
+        table.fill(*groups, shape.M, Tile::BLOCK_M);
+        return {shape, raster_group, k_blocks, table};
+    } else {
+        return {shape, raster_group, k_blocks};
+    }
+}
+
 // The body of the kernels. With a cluster, the grid has a block for every slice of every tile.
 template <class Tile>
 __device__ inline void run_gemm(const GemmMaps& maps, const GemmParams& params, const LowRankCall* low_rank,
-                                int raster_group) {
+                                int raster_group, const GroupOffsets* groups = nullptr) {
     extern __shared__ __align__(1024) char shared[];
     const Exchange<Tile> exchange(shared_address(shared));
     if (threadIdx.x == 0) {
@@ -254,7 +268,7 @@ __device__ inline void run_gemm(const GemmMaps& maps, const GemmParams& params, 
 
     const float alpha = float(params.call.alpha.read());
     const int k_blocks = alpha == 0 ? 0 : ceil_div(params.shape.K, Tile::BLOCK_K);  // 0: a and b are not read
-    const Schedule<Tile> schedule(params.shape, raster_group, k_blocks);
+    const Schedule<Tile> schedule = schedule_of<Tile>(params.shape, raster_group, k_blocks, groups, shared);
     const int group = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0);  // known to be uniform
     if (group == 0) {
         if constexpr (Tile::CONSUMERS == 2) release_registers<40>();

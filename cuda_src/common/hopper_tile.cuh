@@ -1,6 +1,6 @@
 // What a block of the Hopper GEMM computes at a time, where it keeps it, and who works on it.
 #pragma once
-#include "gemm_problem.cuh"
+#include "groups.cuh"
 #include "wgmma.cuh"
 
 namespace rawops {
@@ -27,9 +27,9 @@ struct NoLowRank {
 
 // Consumers are warpgroups. Those of a 128-row tile take 64 rows each; with kPingPong they take turns instead, one
 // multiplies while the other finishes a tile of its own. The blocks of a cluster take a slice of K each, and then a
-// share of the columns of their sum.
+// share of the columns of their sum. kGrouped: rows come in groups with a matrix b each.
 template <class T_, class Out_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int CLUSTER_, bool kAKMajor_, bool kBKMajor_,
-          int kActivation, int kFinish_, bool kPingPong_ = false, class LowRank_ = NoLowRank>
+          int kActivation, int kFinish_, bool kPingPong_ = false, class LowRank_ = NoLowRank, bool kGrouped_ = false>
 struct HopperTile {
     using T = T_;
     using Out = Out_;
@@ -38,7 +38,7 @@ struct HopperTile {
     static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_, BLOCK_K = 64, STAGES = STAGES_, CLUSTER = CLUSTER_;
     static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
     static constexpr int kFinish = kFinish_;
-    static constexpr bool kPingPong = kPingPong_;
+    static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_;
     static constexpr int CONSUMERS = kPingPong || BLOCK_M == 128 ? 2 : 1;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     using OperandA = WgmmaOperand<kAKMajor, BLOCK_K>;
@@ -67,6 +67,7 @@ struct HopperTile {
     static constexpr int LORA_B_AT = STAGES * STAGE_BYTES, STAGING_AT = LORA_B_AT + LowRank::RANK * SHARE * PARTS * 2;
     static constexpr int SLABS_AT = STAGING_AT + CONSUMERS * STAGING_BYTES;
     static constexpr int BARRIERS_AT = SLABS_AT + CONSUMERS * 4 * SLAB_BYTES;
+    static constexpr int GROUPS_AT = BARRIERS_AT + STAGES * 16 + 32;  // the table of the groups, if there are any
 
     static_assert(BLOCK_M == 64 || BLOCK_M == 128, "one or two atoms");
     static_assert(COLS % (16 * CLUSTER) == 0, "stmatrix stores 16 columns");
@@ -79,9 +80,9 @@ struct HopperTile {
                   "the ring holds partial sums");
 };
 
-// One tile: its place in D, and the batch it belongs to.
+// One tile: its place in D, where the rows that it may write end, and the batch it belongs to.
 struct Work {
-    int m, n, number, batch[3];  // the number of the batch, its index
+    int m, m_end, n, number, batch[3];  // the number of the batch, its index
 
     // The corner of an operand's matrix. Where it is broadcast over an axis of the batch, its map has size 1.
     __device__ TensorCoordinates matrix_of(const Strides& strides) const {
@@ -91,7 +92,7 @@ struct Work {
 };
 
 // All tiles of all batches, in the order in which a cluster takes them, and the slice of K that is this block's.
-template <class Tile> class Schedule {
+template <class Tile, bool kGrouped = Tile::kGrouped> class Schedule {
 public:
     int first, count, step;     // of the cluster's tiles
     int first_block, k_blocks;  // of the slice
@@ -119,6 +120,7 @@ public:
         work.number = index / (tiles_m * tiles_n);
         shape.batch_index(work.number, work.batch);
         work.m = tile.m * Tile::BLOCK_M;
+        work.m_end = shape.M;
         work.n = tile.n * Tile::COLS;
         return work;
     }
@@ -126,6 +128,32 @@ public:
 private:
     const GemmShape& shape;
     int tiles_m, tiles_n, group;
+};
+
+// The tiles of all groups. A group's b is that of the batch with its number.
+template <class Tile> class Schedule<Tile, true> {
+public:
+    int first, count, step, first_block, k_blocks;
+
+    __device__ Schedule(const GemmShape& shape_, int raster_rows_, int k_blocks_, const GroupTable& table_)
+        : first(blockIdx.x),
+          step(gridDim.x),
+          first_block(0),
+          k_blocks(k_blocks_),
+          table(table_),
+          tiles_n(ceil_div(shape_.epilogue.cols, Tile::COLS)),
+          raster_rows(raster_rows_) {
+        count = table.row_tiles() * tiles_n;
+    }
+
+    __device__ Work at(int index) const {
+        const GroupTile tile = table.find(index, tiles_n, raster_rows, Tile::BLOCK_M);
+        return {tile.m, tile.m_end, tile.n * Tile::COLS, tile.group, {0, 0, tile.group}};
+    }
+
+private:
+    GroupTable table;
+    int tiles_n, raster_rows;
 };
 
 // A thread of a consumer warpgroup. The consumer's rows begin at `row` of the tile.

@@ -1,0 +1,34 @@
+"""The tensor maps of a product's operands: how TMA sees a matrix with three batch axes."""
+
+from __future__ import annotations
+
+import functools
+
+from rawops._runtime import dtypes
+from rawops._runtime.tensormap import TensorMap
+
+
+def map_of(x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, box_cols: int, extents: tuple):
+    """Return a function from an operand's address to its tensor map, whose boxes are `box_rows` x `box_cols`.
+
+    rows and cols are (size, stride in elements), and `cols_inner` tells which of them is contiguous.
+    """
+    outer, inner, box = (rows, cols, (box_rows, box_cols)) if cols_inner else (cols, rows, (box_cols, box_rows))
+    batch = [s if n > 1 else 0 for n, s in zip(extents, (*x.batch, 0, 0, 0)[:3], strict=True)]
+    sizes = tuple(extent if stride else 1 for extent, stride in zip(extents, batch, strict=True))
+    pitch = 16 // x.itemsize  # stands in for the stride of an axis of one entry
+    strides = [*(s or pitch for s in batch), outer[1] if outer[0] > 1 else pitch]
+    return functools.partial(
+        TensorMap,
+        dtype=dtypes.numpy(x.dtype),
+        shape=(*sizes, outer[0], inner[0]),
+        strides=(*(s * x.itemsize for s in strides), x.itemsize),
+        box=(1, 1, 1, *box),
+        swizzle=box[1] * x.itemsize,
+    )
+
+
+def encode(device, describe: list, addresses: tuple) -> list[bytes]:
+    """Encode the maps of as many operands as there are addresses, for the GPU or the emulator."""
+    encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
+    return [encode(d(address=address)) for d, address in zip(describe, addresses, strict=False)]
