@@ -17,6 +17,7 @@ from rawops.errors import (
 )
 from rawops.gemm import Gemm, gemm, grouped_gemm
 from rawops.lora import FusedLoRA, lora_linear
+from rawops.paged_kv import append_paged_kv, paged_attention
 from rawops.sparse import SparseMatrix
 
 __version__ = "0.1.0"
@@ -35,12 +36,14 @@ __all__ = [
     "UninitializedRead",
     "UnsupportedError",
     "UnsupportedPTX",
+    "append_paged_kv",
     "emulate",
     "gemm",
     "grouped_gemm",
     "kernels",
     "lora_linear",
     "pack_int4",
+    "paged_attention",
     "precompile",
     "reload",
 ]

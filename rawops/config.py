@@ -23,11 +23,14 @@ class Config:
         ``RAWOPS_EMULATE``: run every op on NumPy arrays in the emulator, as inside ``rawops.emulate()``.
     emulate_arch : str
         ``RAWOPS_EMULATE_ARCH``: the architecture the emulator stands for when none is given.
+    check : bool
+        ``RAWOPS_CHECK``: look at values of device arrays, such as indices, too, which waits for the device.
     """
 
     cache_dir: Path | None = None
     emulate: bool = False
     emulate_arch: str = "sm_80"
+    check: bool = False
 
 
 def parse(environ: Mapping[str, str]) -> Config:
@@ -41,6 +44,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         cache_dir=Path(cache_dir) if cache_dir else None,
         emulate=flag("RAWOPS_EMULATE"),
         emulate_arch=environ.get("RAWOPS_EMULATE_ARCH") or Config.emulate_arch,
+        check=flag("RAWOPS_CHECK"),
     )
 
 

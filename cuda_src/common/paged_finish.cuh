@@ -1,0 +1,206 @@
+// The end of an item: the warps of a block put their sums together, and the last of the blocks that share the item puts
+// theirs together and writes the result.
+#pragma once
+#include "paged_rows.cuh"
+
+namespace rawops {
+
+struct PagedParams {
+    const void* q;
+    void* out;
+    float *lse, *partial;  // lse: none if not wanted; partial: per block, 2 slots of PartialSlot::FLOATS
+    int* counters;         // one a block, 0 between launches
+    int64_t q_row, q_head, q_dim, out_row, out_head, out_dim, lse_head, lse_row;
+    PagePool pool;
+    PagedWork work;
+    ScoreRule rule;
+    int q_in_pairs;  // two neighbours of q can be read at once
+};
+
+// Rows of an item: 16 neighbours among queries x heads of the group.
+template <class Sequence> struct ItemRows {
+    const Sequence& sequence;
+    int group, head_begin, row_begin, count;
+
+    __device__ ItemRows(const Sequence& s, const PagedWork& work, int item)
+        : sequence(s),
+          group(work.group),
+          head_begin(item / s.row_tiles * work.group),
+          row_begin(item % s.row_tiles * kItemRows),
+          count(min_of(s.q_count * work.group - row_begin, kItemRows)) {}
+
+    __device__ int query(int row) const { return (row_begin + row) / group; }
+    __device__ int head(int row) const { return head_begin + (row_begin + row) % group; }
+};
+
+// What a block leaves of an item that it shares: weighted values, then for each row the largest score and the sum.
+template <int HEAD_DIM> struct PartialSlot {
+    static constexpr int FLOATS = kItemRows * (HEAD_DIM + 2);
+    static constexpr int MAXIMA = kItemRows * HEAD_DIM, SUMS = MAXIMA + kItemRows;
+};
+
+// What the warps of a block tell each other at the end of an item.
+template <int WARPS> struct Meeting {
+    float top[WARPS][kItemRows], sum[WARPS][kItemRows];
+    uint32_t slot[WARPS];  // where the warp's weighted values are, 0 if it had no tile
+    int is_last;
+};
+
+// Weighted sums of four neighbouring columns of a row, relative to a largest score.
+struct Merged {
+    float top = minus_infinity(), sum = 0, value[4] = {};
+
+    __device__ float base() const { return top == minus_infinity() ? 0 : top; }
+    __device__ void add(float term_top, float term_sum, const float4& term) {
+        const float factor = exp2_fast(term_top - base());
+        sum = fmaf(term_sum, factor, sum);
+        value[0] = fmaf(term.x, factor, value[0]);
+        value[1] = fmaf(term.y, factor, value[1]);
+        value[2] = fmaf(term.z, factor, value[2]);
+        value[3] = fmaf(term.w, factor, value[3]);
+    }
+};
+
+template <class T, class Tile, int WARPS> class ItemEnd {
+public:
+    using Rows = ItemRows<Sequence<Tile::TOKENS>>;
+    using Slot = PartialSlot<Tile::HEAD_DIM>;
+    using Sums = ChunkTile<Tile::HEAD_DIM / 4>;  // a warp's float32 sums
+    static constexpr int GROUPS = Tile::HEAD_DIM / 4;
+
+    __device__ ItemEnd(const PagedParams& p, Meeting<WARPS>& m) : params(p), meeting(m) {}
+
+    // Leaves a warp's sums in a slot of its ring.
+    __device__ void leave(const RowState<T, Tile>& state, uint32_t slot, bool has_tiles, int count) {
+        const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+        if (lane == 0) meeting.slot[warp] = has_tiles ? slot : 0;
+        if (!has_tiles) return;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = lane / 4 + r * 8;
+            if (row >= count) continue;
+            if (lane % 4 == 0) meeting.top[warp][row] = state.top[r], meeting.sum[warp][row] = state.sum[r];
+#pragma unroll
+            for (int j = 0; j < Tile::HEAD_DIM / 8; ++j) {
+                const int column = j * 8 + lane % 4 * 2;
+                const uint32_t to = slot + Sums::offset(row, column / 4) + column % 4 * 4;
+                asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(state.out[j][2 * r]),
+                             "f"(state.out[j][2 * r + 1])
+                             : "memory");
+            }
+        }
+    }
+
+    // By all threads of the block. Afterwards the warps' slots are free.
+    __device__ void meet(const Rows& rows, const Shares& shares) {
+        __syncthreads();
+        float* own = shares.count > 1 ? partial(shares, blockIdx.x - shares.first) : nullptr;
+        for (int index = threadIdx.x; index < rows.count * GROUPS; index += WARPS * kWarpSize) {
+            const int row = index / GROUPS, group = index % GROUPS;
+            const Merged merged = of_warps(row, group);
+            if (own == nullptr) {
+                write(rows, row, group, merged);
+            } else {
+                const auto& value = merged.value;
+                reinterpret_cast<float4*>(own)[index] = make_float4(value[0], value[1], value[2], value[3]);
+                if (group == 0) own[Slot::MAXIMA + row] = merged.top, own[Slot::SUMS + row] = merged.sum;
+            }
+        }
+        if (own != nullptr && is_last(shares)) {
+            for (int index = threadIdx.x; index < rows.count * GROUPS; index += WARPS * kWarpSize) {
+                write(rows, index / GROUPS, index % GROUPS, of_blocks(shares, index / GROUPS, index % GROUPS));
+            }
+        }
+        __syncthreads();
+    }
+
+private:
+    const PagedParams& params;
+    Meeting<WARPS>& meeting;
+
+    __device__ float* partial(const Shares& shares, int i) const {
+        const int slot = i == 0 ? shares.first_slot : 2 * (shares.first + i);
+        return params.partial + int64_t(slot) * Slot::FLOATS;
+    }
+
+    __device__ Merged of_warps(int row, int group) const {
+        Merged merged;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) {
+            if (meeting.slot[warp]) merged.top = fmaxf(merged.top, meeting.top[warp][row]);
+        }
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) {
+            if (!meeting.slot[warp]) continue;
+            float4 term;
+            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                         : "=f"(term.x), "=f"(term.y), "=f"(term.z), "=f"(term.w)
+                         : "r"(meeting.slot[warp] + Sums::offset(row, group))
+                         : "memory");
+            merged.add(meeting.top[warp][row], meeting.sum[warp][row], term);
+        }
+        return merged;
+    }
+
+    // In the order of the blocks, whichever came last.
+    __device__ Merged of_blocks(const Shares& shares, int row, int group) const {
+        Merged merged;
+#pragma unroll 4
+        for (int i = 0; i < shares.count; ++i) {
+            merged.top = fmaxf(merged.top, __ldcg(partial(shares, i) + Slot::MAXIMA + row));
+        }
+#pragma unroll 4
+        for (int i = 0; i < shares.count; ++i) {
+            const float* from = partial(shares, i);
+            const float4 term = __ldcg(reinterpret_cast<const float4*>(from) + row * GROUPS + group);
+            merged.add(__ldcg(from + Slot::MAXIMA + row), __ldcg(from + Slot::SUMS + row), term);
+        }
+        return merged;
+    }
+
+    // Whether all other blocks of the item have left their part; the counter is then ready for the next launch.
+    __device__ bool is_last(const Shares& shares) {
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int* counter = params.counters + shares.first;
+            meeting.is_last = atomicAdd(counter, 1) == shares.count - 1;
+            if (meeting.is_last) *counter = 0;
+        }
+        __syncthreads();
+        const bool result = meeting.is_last;
+        if (result) __threadfence();
+        return result;
+    }
+
+    __device__ void write(const Rows& rows, int row, int group, const Merged& merged) const {
+        const int64_t query = rows.sequence.q_begin + rows.query(row), head = rows.head(row);
+        T* out = static_cast<T*>(params.out) + query * params.out_row + head * params.out_head;
+        const float factor = merged.sum == 0 ? 0 : 1 / merged.sum;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int column = group * 4 + i;
+            if (column < params.pool.head_dim) out[column * params.out_dim] = narrow<T>(merged.value[i] * factor);
+        }
+        if (params.lse && group == 0) {
+            const float lse = (merged.top + log2f(merged.sum)) * kLn2;
+            params.lse[head * params.lse_head + query * params.lse_row] = merged.sum == 0 ? minus_infinity() : lse;
+        }
+    }
+};
+
+// Rows of q past the last sequence: zeros.
+template <class T> __device__ inline void clear_rest(const PagedParams& params) {
+    const PagedWork& work = params.work;
+    const int heads = work.kv_heads * work.group, head_dim = params.pool.head_dim;
+    for (int row = max_of(work.cu_seqlens_q[work.batch], 0) + blockIdx.x; row < work.total_q; row += gridDim.x) {
+        for (int index = threadIdx.x; index < heads * head_dim; index += blockDim.x) {
+            const int head = index / head_dim, column = index % head_dim;
+            T* out = static_cast<T*>(params.out) + row * params.out_row + head * params.out_head;
+            out[column * params.out_dim] = narrow<T>(0.0f);
+            if (params.lse && column == 0) params.lse[head * params.lse_head + row * params.lse_row] = minus_infinity();
+        }
+    }
+}
+
+}  // namespace rawops

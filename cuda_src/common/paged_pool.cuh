@@ -1,0 +1,95 @@
+// Keys and values in pages: where a token lies, and the tile of tokens that a warp brings into shared memory.
+//
+// Token t of sequence b is slot t % page_size of page block_table[b, t / page_size]. A page holds keys, and
+// value_offset elements on, values: [page_size, kv_heads, head_dim] (NHD) or [kv_heads, page_size, head_dim] (HND).
+#pragma once
+#include "mma.cuh"
+
+namespace rawops {
+
+struct PagePool {
+    const void* pages;
+    const int* block_table;
+    int64_t page_stride, value_offset, token_stride, head_stride, dim_stride;  // in elements
+    int64_t table_stride;
+    int num_pages, max_pages, page_shift, head_dim;
+
+    __device__ int capacity() const { return max_pages << page_shift; }  // tokens that a row of the table can name
+};
+
+// Rows of 16-byte chunks, permuted within a row by XOR so that 8 rows of one chunk (ldmatrix), and 2 rows of four,
+// lie in different banks. Any number of chunks: only the largest power of two that divides it takes part.
+template <int CHUNKS> struct ChunkTile {
+    static constexpr int ROW_BYTES = CHUNKS * 16;
+    static constexpr int PERMUTED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+
+    static constexpr __device__ int permutation(int row) {
+        if (PERMUTED == 8) return (row & 1) << 2 | (row & 2) | (row >> 2 & 1);
+        return row / (8 / PERMUTED) % PERMUTED;
+    }
+    static constexpr __device__ int offset(int row, int chunk) {
+        return row * ROW_BYTES + ((chunk ^ permutation(row)) << 4);
+    }
+    // The offset `rows` and `chunks` further on, which must share no bit with the row and chunk of `from`.
+    static constexpr __device__ int moved(int from, int rows, int chunks) {
+        const int permuted = permutation(rows) ^ (chunks & (PERMUTED - 1));
+        return (from ^ permuted << 4) + rows * ROW_BYTES + ((chunks & ~(PERMUTED - 1)) << 4);
+    }
+};
+
+// The keys and values of TOKENS consecutive tokens of one head, HEAD_DIM columns each (zeros beyond the pool's
+// head_dim), loaded by one warp. ACCESS is the bytes of one global access: 16, or one element of any stride.
+template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {
+    using T = T_;
+    static constexpr int HEAD_DIM = HEAD_DIM_, TOKENS = 32 / int(sizeof(T));
+    static constexpr int CHUNKS = HEAD_DIM * int(sizeof(T)) / 16, PER_CHUNK = 16 / int(sizeof(T));
+    using Layout = ChunkTile<CHUNKS>;
+    static constexpr int VALUES = TOKENS * Layout::ROW_BYTES;  // where values begin
+    static constexpr int BYTES = 2 * VALUES;
+    static_assert(TOKENS * CHUNKS % kWarpSize == 0 && TOKENS <= kWarpSize, "a warp loads a tile in whole steps");
+
+    // Lane `row` of the first TOKENS lanes knows its token's page (or one that is none, for a token not to be read).
+    // Starts the copies into `slot`; tokens without a page become zeros and nothing of them is read.
+    static __device__ void fetch(const PagePool& pool, uint32_t slot, int page, int token, int head, int lane) {
+        const bool exists = static_cast<uint32_t>(page) < static_cast<uint32_t>(pool.num_pages);
+        const int in_page = token & ((1 << pool.page_shift) - 1);
+        const int64_t in_row = in_page * pool.token_stride + head * pool.head_stride;
+        const int64_t place = exists ? page * pool.page_stride + in_row : 0;
+        const uint32_t present = __ballot_sync(~0u, exists);
+        constexpr bool kWholeRows = kWarpSize % CHUNKS == 0;  // in each step
+        const int begin = Layout::offset(lane / CHUNKS, lane % CHUNKS);
+#pragma unroll 4
+        for (int step = 0; step < TOKENS * CHUNKS / kWarpSize; ++step) {
+            const int index = lane + step * kWarpSize, row = index / CHUNKS;
+            const int chunk = kWholeRows ? lane % CHUNKS : index % CHUNKS;
+            const int64_t from = __shfl_sync(~0u, place, row);
+            const int count = present >> row & 1 ? clamp(pool.head_dim - chunk * PER_CHUNK, 0, PER_CHUNK) : 0;
+            const int offset = kWholeRows ? Layout::moved(begin, step * (kWarpSize / CHUNKS), 0) : Layout::offset(row, chunk);
+            const uint32_t to = slot + offset;
+            const int64_t column = chunk * PER_CHUNK * (ACCESS == 16 ? 1 : pool.dim_stride);
+            const T* key = static_cast<const T*>(pool.pages) + from + column;
+            copy(to, key, count, pool.dim_stride);
+            copy(to + VALUES, key + pool.value_offset, count, pool.dim_stride);
+        }
+    }
+
+private:
+    static __device__ void copy(uint32_t to, const T* from, int count, int64_t stride) {
+        if constexpr (ACCESS == 16) {
+            cp_async<16>(to, from, count * int(sizeof(T)));
+        } else {
+            using Bits = typename BitsOf<sizeof(T)>::Type;
+            uint32_t words[4] = {};
+#pragma unroll
+            for (int i = 0; i < PER_CHUNK; ++i) {
+                const uint32_t bits = i < count ? reinterpret_cast<const Bits*>(from)[i * stride] : 0;
+                words[i * int(sizeof(T)) / 4] |= bits << i * int(sizeof(T)) % 4 * 8;
+            }
+            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                         "r"(words[3])
+                         : "memory");
+        }
+    }
+};
+
+}  // namespace rawops

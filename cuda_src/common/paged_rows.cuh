@@ -1,0 +1,240 @@
+// The attention of 16 rows (queries of one group of heads) over a tile of tokens in shared memory, by one warp: scores
+// on the tensor cores, online softmax in base 2 and float32, values weighted on the tensor cores again.
+#pragma once
+#include "paged_schedule.cuh"
+
+namespace rawops {
+
+// How scores are made; `scale` includes log2(e), softcap and slopes do not.
+struct ScoreRule {
+    float scale, softcap;
+    const float* alibi_slopes;  // by query head, or none
+};
+
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+__device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
+
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// tanh to float32's accuracy where it matters: the error is a rounding of 1.
+__device__ inline float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2_fast(2.0f * kLog2E * x)); }
+
+template <class T> __device__ inline uint32_t pack_pair(float low, float high) {
+    const T a = narrow<T>(low), b = narrow<T>(high);
+    return uint32_t(reinterpret_cast<const uint16_t&>(a)) | uint32_t(reinterpret_cast<const uint16_t&>(b)) << 16;
+}
+
+// Fragments of 16-bit keys and values in T itself. Column i of an output atom pair is dimension i.
+template <class T, class Tile> struct Fragments {
+    using Layout = typename Tile::Layout;
+
+    // Two B fragments of Q K^T: 16 tokens, dimensions 16 step ...
+    static __device__ void keys(uint32_t (&r)[4], uint32_t slot, int tokens, int step, int lane) {
+        const int from = Layout::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        ldmatrix<false>(r, slot + Layout::moved(from, tokens * 16, step * 2));
+    }
+    // Two B fragments of P V: 16 tokens, dimensions 16 step ...
+    static __device__ void values(uint32_t (&r)[4], uint32_t slot, int tokens, int step, int lane) {
+        const int from = Layout::offset(lane % 16, lane / 16);
+        ldmatrix<true>(r, slot + Tile::VALUES + Layout::moved(from, tokens * 16, step * 2));
+    }
+};
+
+// What a lane's two rows see, and where they stand among the keys.
+struct Bounds {
+    KeyRange seen[2];
+    int position[2];
+    float slope[2];  // of ALiBi, times log2(e)
+};
+
+// Accumulators of one warp: lane 4 g + t has rows g and g + 8, of columns 8 j + 2 t and one more.
+template <class T, class Tile> class RowState {
+public:
+    static constexpr int STEPS = Tile::HEAD_DIM / 16, TOKENS = Tile::TOKENS;
+    float out[2 * STEPS][4];
+    float top[2], sum[2];  // of the two rows; the sum is of this lane's columns alone until `finish`
+
+    __device__ void begin() {
+#pragma unroll
+        for (int j = 0; j < 2 * STEPS; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out[j][i] = 0;
+        }
+        top[0] = top[1] = minus_infinity();
+        sum[0] = sum[1] = 0;
+    }
+
+    // Adds a tile whose first token is `token`. queries: A fragments by step and lane.
+    template <bool kSeveral>
+    __device__ void add(const uint4* queries, uint32_t slot, int token, const Bounds& bounds, const ScoreRule& rule,
+                        int lane) {
+        const auto& seen = bounds.seen;
+        float score[TOKENS / 8][4];
+        multiply_keys(score, queries, slot, lane);
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int key = token + j * 8 + lane % 4 * 2 + i % 2;
+                float x = score[j][i] * rule.scale;
+                if (rule.softcap > 0) x = rule.softcap * kLog2E * tanh_of(x * kLn2 / rule.softcap);
+                if (rule.alibi_slopes) x -= bounds.slope[i / 2] * fabsf(float(bounds.position[i / 2] - key));
+                score[j][i] = key >= seen[i / 2].begin && key < seen[i / 2].end ? x : minus_infinity();
+            }
+        }
+        uint32_t weights[TOKENS / 16][4];
+        weigh(weights, score, lane);
+        if (kSeveral && hides_non_finite(slot, token, seen, lane)) {
+            add_values_apart(weights, slot, token, seen, lane);
+        } else {
+            add_values(weights, slot, lane);
+        }
+    }
+
+    // Completes the sums over a row's lanes.
+    __device__ void finish() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+            sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+        }
+    }
+
+private:
+    __device__ void multiply_keys(float (&score)[TOKENS / 8][4], const uint4* queries, uint32_t slot, int lane) {
+        float odd[TOKENS / 8][4] = {};  // two chains, since each product waits for the one before
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) score[j][i] = 0;
+        }
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const uint4 packed = queries[step * kWarpSize + lane];
+            const uint32_t query[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+            for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
+                uint32_t key[4];
+                Fragments<T, Tile>::keys(key, slot, tokens, step, lane);
+                auto& sum = step % 2 ? odd : score;
+                MmaAtom<T>::multiply(sum[2 * tokens], query, key[0], key[1]);
+                MmaAtom<T>::multiply(sum[2 * tokens + 1], query, key[2], key[3]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) score[j][i] += odd[j][i];
+        }
+    }
+
+    // Scores become weights relative to the largest score so far, and what is there already is scaled to it.
+    __device__ void weigh(uint32_t (&weights)[TOKENS / 16][4], float (&score)[TOKENS / 8][4], int lane) {
+        float correction[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float high = top[r];
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; ++j) high = fmaxf(high, fmaxf(score[j][2 * r], score[j][2 * r + 1]));
+            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+            high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+            const float base = high == minus_infinity() ? 0 : high;
+            correction[r] = exp2_fast(top[r] - base);
+            top[r] = high;
+            float total = 0;
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; ++j) {
+#pragma unroll
+                for (int i = 2 * r; i < 2 * r + 2; ++i) total += score[j][i] = exp2_fast(score[j][i] - base);
+            }
+            sum[r] = fmaf(sum[r], correction[r], total);
+        }
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) {
+            weights[j / 2][j % 2 * 2] = pack_pair<T>(score[j][0], score[j][1]);
+            weights[j / 2][j % 2 * 2 + 1] = pack_pair<T>(score[j][2], score[j][3]);
+        }
+        if (__any_sync(~0u, correction[0] != 1 || correction[1] != 1)) {
+#pragma unroll
+            for (int j = 0; j < 2 * STEPS; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out[j][i] *= correction[i / 2];
+            }
+        }
+    }
+
+    // Whether a value that some row must not see is infinite or NaN: a weight of 0 would not hide it.
+    static __device__ bool hides_non_finite(uint32_t slot, int token, const KeyRange (&seen)[2], int lane) {
+        const int begin = max_of(seen[0].begin, seen[1].begin), end = min_of(seen[0].end, seen[1].end);
+        if (!__any_sync(~0u, begin > token || end < token + TOKENS)) return false;
+        constexpr uint32_t kExponent = is_same<T, __half> ? 0x7c00 : 0x7f80;
+        bool found = false;
+#pragma unroll 1
+        for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+            for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
+                uint32_t value[4];
+                Fragments<T, Tile>::values(value, slot, tokens, step, lane);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    found |= (value[i] & kExponent) == kExponent || (value[i] >> 16 & kExponent) == kExponent;
+                }
+            }
+        }
+        return __any_sync(~0u, found);
+    }
+
+    // The same product row by row, with the values that a row does not see set to zero: slow, for the rare tile that
+    // needs it.
+    __device__ void add_values_apart(const uint32_t (&weights)[TOKENS / 16][4], uint32_t slot, int token,
+                                     const KeyRange (&seen)[2], int lane) {
+#pragma unroll 1
+        for (int row = 0; row < kItemRows; ++row) {
+            const KeyRange mine = row < 8 ? seen[0] : seen[1];
+            const int begin = __shfl_sync(~0u, mine.begin, row % 8 * 4), end = __shfl_sync(~0u, mine.end, row % 8 * 4);
+            uint32_t visible[TOKENS / 8];  // halves of a register: two tokens of one dimension
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; ++j) {
+                const int key = token + j * 8 + lane % 4 * 2;
+                visible[j] = (key >= begin && key < end ? 0xffff : 0) | (key + 1 >= begin && key + 1 < end ? 0xffff0000 : 0);
+            }
+            const bool own[2] = {lane / 4 == row, lane / 4 == row - 8};
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                float part[2][4] = {};
+#pragma unroll
+                for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
+                    uint32_t value[4];
+                    Fragments<T, Tile>::values(value, slot, tokens, step, lane);
+                    for (int i = 0; i < 4; ++i) value[i] &= visible[2 * tokens + i % 2];
+                    MmaAtom<T>::multiply(part[0], weights[tokens], value[0], value[1]);
+                    MmaAtom<T>::multiply(part[1], weights[tokens], value[2], value[3]);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (own[i / 2]) out[2 * step][i] += part[0][i], out[2 * step + 1][i] += part[1][i];
+                }
+            }
+        }
+    }
+
+    __device__ void add_values(const uint32_t (&weights)[TOKENS / 16][4], uint32_t slot, int lane) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+            for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
+                uint32_t value[4];
+                Fragments<T, Tile>::values(value, slot, tokens, step, lane);
+                MmaAtom<T>::multiply(out[2 * step], weights[tokens], value[0], value[1]);
+                MmaAtom<T>::multiply(out[2 * step + 1], weights[tokens], value[2], value[3]);
+            }
+        }
+    }
+};
+
+}  // namespace rawops

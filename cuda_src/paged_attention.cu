@@ -1,0 +1,189 @@
+// Attention of queries over keys and values in pages: decoding, several queries a sequence, or both in one launch.
+//
+// Each block takes one range of the line of tiles that paged_schedule.cuh makes of all sequences and KV heads. The
+// query heads of a KV head are the rows of one MMA, so keys and values are read once for all of them. The warps of a
+// block take tiles in turn, each through a ring of its own, which runs ahead into the block's next items; they meet
+// only at the end of an item. An item that several blocks share is put together by the last of them to finish, always
+// in the same order.
+#include "common/paged_finish.cuh"
+
+namespace rawops {
+
+template <class T_, int HEAD_DIM_, int ACCESS, int WARPS_, int STAGES_, int BLOCKS_, bool kRagged_> struct PagedShape {
+    using T = T_;
+    using Tile = TokenTile<T_, HEAD_DIM_, ACCESS>;
+    static constexpr int HEAD_DIM = HEAD_DIM_, WARPS = WARPS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
+    static constexpr int THREADS = WARPS * kWarpSize;
+    static constexpr bool kRagged = kRagged_;
+    static constexpr int RING_BYTES = STAGES * Tile::BYTES;  // of a warp
+    static_assert(Tile::BYTES >= kItemRows * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
+};
+
+template <class Shape> class PagedBlock {
+public:
+    using T = typename Shape::T;
+    using Tile = typename Shape::Tile;
+    using Place = rawops::Place<Tile::TOKENS>;
+    using Rows = ItemRows<Sequence<Tile::TOKENS>>;
+    static constexpr int STEPS = Shape::HEAD_DIM / 16, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
+
+    __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, uint4* queries_, char* rings)
+        : params(p),
+          queries(queries_),
+          end(p, meeting),
+          warp(threadIdx.x / kWarpSize),
+          lane(threadIdx.x % kWarpSize),
+          capacity(p.pool.capacity()),
+          schedule(p.work, capacity, blockIdx.x, gridDim.x, lane),
+          ring(shared_address(rings) + warp * Shape::RING_BYTES),
+          read(ring + (STAGES - 1) * Tile::BYTES),
+          filled(read),
+          empty(STAGES),
+          ahead(schedule.begin),
+          ahead_left(schedule.count - warp) {
+        if (ahead_left > 0) ahead.advance(params.work, capacity, warp);
+        ahead_page = find_page();
+    }
+
+    __device__ void run() {
+        Place place = schedule.begin;
+        for (int done = 0; done < schedule.count;) {
+            const int tiles = min_of(place.sequence.tiles - place.tile, schedule.count - done);
+            const Rows rows(place.sequence, params.work, place.item);
+            const bool has_tiles = walk(place, rows, tiles, done);
+            end.leave(state, read, has_tiles, rows.count);
+            end.meet(rows, schedule.shares(params.work, place, done));
+            done += tiles;
+            place.advance(params.work, capacity, tiles);
+        }
+        cp_async_wait<0>();
+    }
+
+private:
+    const PagedParams& params;
+    uint4* queries;  // A fragments of the item's rows, by step and lane
+    ItemEnd<T, Tile, WARPS> end;
+    const int warp, lane, capacity;
+    const Schedule<Tile::TOKENS> schedule;
+    const uint32_t ring;
+    uint32_t read, filled;  // the slots that were read and filled last
+    int empty;              // how many from the one after `filled` on wait for a tile
+    Place ahead;  // the tile that is fetched next
+    int ahead_left, ahead_page;
+    RowState<T, Tile> state;
+
+    // --- the ring ---
+
+    __device__ int first_token(const Place& place) const {
+        return (place.sequence.first_tile + place.tile) * Tile::TOKENS;
+    }
+
+    // The page of this lane's token, none if the token is not to be read.
+    __device__ int find_page() const {
+        if (ahead_left <= 0) return -1;
+        const int token = first_token(ahead) + lane % Tile::TOKENS;
+        const int begin = ahead.sequence.visible(params.work, 0).begin;
+        if (token < begin || token >= ahead.sequence.length) return -1;
+        return params.pool.block_table[ahead.b * params.pool.table_stride + (token >> params.pool.page_shift)];
+    }
+
+    __device__ uint32_t after(uint32_t slot) const {
+        return slot == ring + (STAGES - 1) * Tile::BYTES ? ring : slot + Tile::BYTES;
+    }
+
+    // Starts the copies of the next tiles into the empty slots, which all lanes have left.
+    __device__ void refill() {
+        __syncwarp();
+#pragma unroll 1
+        for (; empty > 0; --empty) {
+            filled = after(filled);
+            if (ahead_left > 0) {
+                const int token = first_token(ahead) + lane % Tile::TOKENS;
+                Tile::fetch(params.pool, filled, ahead_page, token, ahead.item / ahead.sequence.row_tiles, lane);
+                ahead_left -= WARPS;
+                if (ahead_left > 0) ahead.advance(params.work, capacity, WARPS);
+                ahead_page = find_page();
+            }
+            cp_async_commit();
+        }
+    }
+
+    // --- the tiles of an item ---
+
+    // Adds this warp's share of the item's tiles; false if it has none. The last one's slot is not yet refilled.
+    __device__ bool walk(const Place& place, const Rows& rows, int tiles, int done) {
+        Bounds bounds;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = lane / 4 + r * 8, i = rows.query(row);
+            const bool exists = row < rows.count;
+            bounds.seen[r] = exists ? place.sequence.visible(params.work, i) : KeyRange{0, kUnlimited};
+            bounds.position[r] = i + place.sequence.length - place.sequence.q_count;
+            bounds.slope[r] = exists && params.rule.alibi_slopes ? params.rule.alibi_slopes[rows.head(row)] * kLog2E : 0;
+        }
+        uint32_t query[ceil_div(STEPS, WARPS)][4];
+        read_query(query, rows);
+        state.begin();
+        const int first = first_token(place), mine = (warp + WARPS - done % WARPS) % WARPS;
+#pragma unroll 1
+        for (int tile = mine;; tile += WARPS) {
+            refill();
+            if (tile == mine) share_query(query);  // after the copies have started, since the query takes as long
+            if (tile >= tiles) break;
+            cp_async_wait<STAGES - 1>();
+            __syncwarp();
+            read = after(read);
+            state.template add<Shape::kRagged>(queries, read, first + tile * Tile::TOKENS, bounds, params.rule, lane);
+            ++empty;
+            if (tile + WARPS >= tiles) break;
+        }
+        state.finish();
+        return mine < tiles;
+    }
+
+    // This warp's steps of the item's A fragments: lane 4 g + t has columns 16 step + 2 t and one more, and the same 8
+    // on, of rows g and g + 8.
+    __device__ void read_query(uint32_t (&query)[ceil_div(STEPS, WARPS)][4], const Rows& rows) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = lane / 4 + r * 8;
+            const int64_t i = rows.sequence.q_begin + rows.query(row), head = rows.head(row);
+            const uint16_t* from = static_cast<const uint16_t*>(params.q) + i * params.q_row + head * params.q_head;
+#pragma unroll
+            for (int part = 0; part < ceil_div(STEPS, WARPS) * 2; ++part) {
+                const int column = (warp + part / 2 * WARPS) * 16 + part % 2 * 8 + lane % 4 * 2;
+                const int count = row < rows.count ? params.pool.head_dim - column : 0;
+                uint32_t pair = 0;
+                if (params.q_in_pairs) {
+                    if (count > 0) pair = *reinterpret_cast<const uint32_t*>(from + column);
+                } else {
+                    if (count > 0) pair = from[column * params.q_dim];
+                    if (count > 1) pair |= uint32_t(from[(column + 1) * params.q_dim]) << 16;
+                }
+                query[part / 2][part % 2 * 2 + r] = pair;
+            }
+        }
+    }
+
+    __device__ void share_query(const uint32_t (&query)[ceil_div(STEPS, WARPS)][4]) {
+#pragma unroll
+        for (int i = 0; i < ceil_div(STEPS, WARPS); ++i) {
+            const int step = warp + i * WARPS;
+            if (step < STEPS) queries[step * kWarpSize + lane] = {query[i][0], query[i][1], query[i][2], query[i][3]};
+        }
+        __syncthreads();
+    }
+};
+
+template <class T, int HEAD_DIM, int ACCESS, int WARPS, int STAGES, int BLOCKS, bool kRagged>
+__global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS)
+    paged_attention(const __grid_constant__ PagedParams params) {
+    using Shape = PagedShape<T, HEAD_DIM, ACCESS, WARPS, STAGES, BLOCKS, kRagged>;
+    extern __shared__ __align__(128) char rings[];
+    __shared__ Meeting<WARPS> meeting;
+    __shared__ uint4 queries[HEAD_DIM / 16 * kWarpSize];
+    PagedBlock<Shape>(params, meeting, queries, rings).run();
+    if constexpr (kRagged) clear_rest<T>(params);
+}
+
+}  // namespace rawops

@@ -1,0 +1,92 @@
+"""The page pool as the kernels see it: its layouts, checks, and the fields they all begin with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rawops._paged_kv_call import has_unit_stride, to_host
+from rawops._runtime import checks
+
+DTYPES = ("float16", "bfloat16")
+LAYOUTS = ("NHD", "HND")
+PAGE_SIZES = tuple(1 << i for i in range(9))
+MAX_HEAD_DIM = 256
+
+# PagePool in cuda_src/common/paged_pool.cuh
+POOL_FIELDS = {
+    "pages": "pointer",
+    "block_table": "pointer",
+    **dict.fromkeys(
+        ("page_stride", "value_offset", "token_stride", "head_stride", "dim_stride", "table_stride"), "int64"
+    ),
+    **dict.fromkeys(("num_pages", "max_pages", "page_shift", "head_dim"), "int32"),
+}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Sizes and strides, in elements, of a page pool and its block table."""
+
+    dtype: str
+    batch: int
+    page_size: int
+    num_heads: int
+    head_dim: int
+    numbers: tuple  # the values of POOL_FIELDS behind the pointers
+    access: int  # bytes that one load may take: 16, or those of an element
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row of the block table can name."""
+        return self.numbers[7] * self.page_size
+
+
+def describe(function: str, pages, block_table, layout: str, kv_dtypes: tuple[str, ...], address: int) -> Pool:
+    """Check a pool and its block table, (batch, max_pages) or one row that all share, and describe them."""
+    checks.choice(function, "layout", layout, LAYOUTS)
+    dtype = checks.dtype(function, "pages", pages, kv_dtypes)
+    shape, strides = pages.shape, [s // pages.dtype.itemsize for s in pages.strides]
+    order = "page_size, num_kv_heads" if layout == "NHD" else "num_kv_heads, page_size"
+    if pages.ndim != 5 or shape[1] != 2:
+        rule = f"have shape (num_pages, 2, {order}, head_dim)"
+        checks.fail(ValueError, function, "pages", rule, tuple(shape))
+    token, head = (2, 3) if layout == "NHD" else (3, 2)
+    page_size, num_heads, head_dim = shape[token], shape[head], shape[4]
+    if page_size not in PAGE_SIZES:
+        hint = f"Shape {tuple(shape)} in layout {layout!r} is (num_pages, 2, {order}, head_dim)."
+        checks.fail(ValueError, function, "page_size", "be a power of two from 1 to 256", page_size, hint)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        checks.fail(ValueError, function, "head_dim", f"be between 1 and {MAX_HEAD_DIM}", head_dim)
+    checks.dtype(function, "block_table", block_table, ("int32",))
+    if block_table.ndim not in (1, 2):
+        rule = "have shape (batch_size, max_pages), or (max_pages,) for one sequence"
+        checks.fail(ValueError, function, "block_table", rule, tuple(block_table.shape))
+    itemsize, max_pages = pages.dtype.itemsize, block_table.shape[-1]
+    if max_pages * page_size >= 2**31:
+        rule = "name fewer than 2**31 tokens a sequence"
+        checks.fail(ValueError, function, "block_table", rule, f"{max_pages} pages of {page_size}")
+    wide = strides[4] == 1 or head_dim == 1
+    wide = wide and address % 16 == 0 and all(s * itemsize % 16 == 0 for s in strides[:4])
+    numbers = (strides[0], strides[1], strides[token], strides[head], strides[4])
+    table_stride = 0
+    if block_table.ndim == 2:  # of the contiguous copy that `in_order` makes, if it makes one
+        table_stride = block_table.strides[0] // 4 if has_unit_stride(block_table) else max_pages
+    numbers += (table_stride,)
+    numbers += (shape[0], max_pages, page_size.bit_length() - 1, head_dim)
+    batch = block_table.shape[0] if block_table.ndim == 2 else 1
+    return Pool(dtype, batch, page_size, num_heads, head_dim, numbers, 16 if wide else itemsize)
+
+
+def check_pages(function: str, pages, block_table, seq_lens, page_size: int) -> None:
+    """With RAWOPS_CHECK=1: raise for lengths past the table and for ids of pages that are used and do not exist."""
+    lengths, table = to_host(seq_lens), to_host(block_table)
+    table = table if table.ndim == 2 else table[None]
+    for b, length in enumerate(lengths):
+        if not 0 <= length <= table.shape[1] * page_size:
+            rule = f"be between 0 and {table.shape[1] * page_size} (max_pages * page_size)"
+            checks.fail(ValueError, function, f"seq_lens[{b}]", rule, int(length))
+        used = table[b, : -(-int(length) // page_size)]
+        bad = used[(used < 0) | (used >= pages.shape[0])]
+        if bad.size:
+            rule = f"hold page ids from 0 to {pages.shape[0] - 1}"
+            checks.fail(ValueError, function, f"block_table[{b}]", rule, int(bad[0]))

@@ -1,0 +1,208 @@
+"""Attention over keys and values in pages, and writing them there.
+
+A pool of pages, (num_pages, 2, page_size, num_kv_heads, head_dim), holds the keys ([:, 0]) and values ([:, 1]) of many
+sequences. Token t of sequence b is slot ``t % page_size`` of page ``block_table[b, t // page_size]``. Nothing is
+gathered: kernels translate addresses as they load.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rawops import _paged_kv_append as append_call
+from rawops import _paged_kv_attention as attention_call
+from rawops import config
+from rawops._paged_kv_attention import UNLIMITED, Options
+from rawops._paged_kv_call import Op, Plan, check_vector, in_order, keep_apart
+from rawops._paged_kv_pool import DTYPES, check_pages, describe
+from rawops._runtime import arrays, checks
+
+
+def append_paged_kv(k, v, pages, block_table, positions, *, sequence_ids=None, layout: str = "NHD") -> None:
+    """Write the keys and values of new tokens into their pages, all in one launch.
+
+    Parameters
+    ----------
+    k, v : array (tokens, num_kv_heads, head_dim)
+        Of the pool's dtype, with any strides: slices of a packed QKV are as good as any. Rows on 16-byte boundaries
+        are fastest.
+    pages : array (num_pages, 2, page_size, num_kv_heads, head_dim)
+        The pool, which is changed in place; any strides. ``page_size`` is a power of two up to 256.
+    block_table : int32 array (batch_size, max_pages), or (max_pages,) for a single sequence
+        The pages of each sequence, in order.
+    positions : int32 array (tokens,)
+        Where each token goes in its sequence. A negative position skips the token, and its row of `k` and `v` is not
+        read.
+    sequence_ids : int32 array (tokens,), optional
+        The row of `block_table` for each token. Without, token i is of sequence i, and there are `batch_size` tokens.
+    layout : {"NHD", "HND"}
+        HND: pages are (num_pages, 2, num_kv_heads, page_size, head_dim).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For dtypes and shapes that do not fit, before anything is launched.
+
+    Notes
+    -----
+    A position past the table, a sequence that is none and a page id out of range skip the token, so nothing outside
+    the pool is written; with ``RAWOPS_CHECK=1`` they raise ValueError, which waits for the device. Two tokens for one
+    slot: one of the two is written. Nothing synchronises, and after a first call one can be captured in a CUDA graph,
+    which then follows tables and positions as they are at each replay.
+    """
+    operands = (k, v, pages, block_table, positions, sequence_ids)
+    append_call.append("append_paged_kv", operands, layout, config.current().check)
+
+
+def paged_attention(
+    q,
+    pages,
+    block_table,
+    seq_lens,
+    *,
+    cu_seqlens_q=None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes=None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "NHD",
+    out=None,
+):
+    """Attend from the last queries of each sequence to its keys and values in pages.
+
+    Decoding, where each sequence has one query; chunked prefill, where `cu_seqlens_q` gives each its own number; or
+    any mix of the two in one launch. Query head h reads KV head ``h // (num_heads / num_kv_heads)``, and keys and
+    values are read once for all the query heads of a group. Online softmax in float32 after Milakov and Gimelshein
+    (2018, arXiv:1805.02867); keys are divided among blocks as in Flash-Decoding, in equal shares ("stream-K", Osama et
+    al., 2023, arXiv:2301.03598) that are computed on the device from `seq_lens`.
+
+    Parameters
+    ----------
+    q : array (total_q, num_heads, head_dim)
+        float16 or bfloat16, any strides. Without `cu_seqlens_q`, total_q is batch_size.
+    pages : array (num_pages, 2, page_size, num_kv_heads, head_dim)
+        The pool, of q's dtype and any strides; `head_dim` up to 256, `page_size` a power of two up to 256.
+    block_table : int32 array (batch_size, max_pages)
+    seq_lens : int32 array (batch_size,)
+        Keys of each sequence, those of the queries themselves included: append first.
+    cu_seqlens_q : int32 array (batch_size + 1,), optional
+        Sequence b has the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]``. Rows of q past the last become zeros.
+    causal : bool
+        Query i of n sees keys j <= i + seq_len - n (bottom-right). Of one query it makes no difference.
+    softmax_scale : float, optional
+        1 / sqrt(head_dim) by default.
+    window : (left, right)
+        Query i of n sees keys ``i + seq_len - n - left .. i + seq_len - n + right``, both ends in; None: unlimited.
+    softcap : float
+        If positive, scores become ``softcap * tanh(score * softmax_scale / softcap)``.
+    alibi_slopes : float32 array (num_heads,), optional
+        ``- slope * distance`` is added to the scores, after softcap.
+    num_splits : int, optional
+        How many blocks share the keys of a sequence and head. By default as many as balance the GPU, which depends
+        on all lengths; with a number, a sequence's result does not depend on the others of its batch.
+    return_lse : bool
+        Return the logarithm of the softmax's denominator too.
+    layout : {"NHD", "HND"}
+        HND: pages are (num_pages, 2, num_kv_heads, page_size, head_dim).
+    out : array (total_q, num_heads, head_dim), optional
+        Where the result goes; `q` itself is allowed.
+
+    Returns
+    -------
+    array (total_q, num_heads, head_dim), and with `return_lse` float32 (num_heads, total_q)
+        A query that sees no key: zeros, and -inf.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For dtypes, shapes or values that do not fit, before anything is launched.
+
+    Notes
+    -----
+    Slots past a length, and table entries past the last page or before the window, are not read. A length past the
+    table counts as all of the table; a page id out of range stands for keys and values of zero; with
+    ``RAWOPS_CHECK=1`` both raise ValueError, which waits for the device. Otherwise nothing synchronises, and the same
+    call gives the same bits. After a first call on a stream, calls with ``out=`` can be captured there in a CUDA
+    graph: each replay follows the lengths and tables as they are then. Calls on one stream, and graphs captured on
+    it, share a workspace, so replay such a graph on that stream or in order with it.
+    """
+    options = _options("paged_attention", causal, softmax_scale, window, softcap, num_splits)
+    operands = (q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, out)
+    return _attend("paged_attention", operands, options, return_lse, layout)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def _options(function: str, causal, softmax_scale, window, softcap, num_splits) -> Options:
+    softcap = checks.number(function, "softcap", softcap)
+    if not 0 <= softcap < math.inf:
+        checks.fail(ValueError, function, "softcap", "be finite and not negative (0: none)", softcap)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        checks.fail(ValueError, function, "window", "be a pair (left, right) of int or None", repr(window))
+    left, right = (
+        UNLIMITED if side is None else checks.int_range(function, f"window[{i}]", side, 0, UNLIMITED)
+        for i, side in enumerate(window)
+    )
+    if num_splits is not None:
+        num_splits = checks.int_range(function, "num_splits", num_splits, 1, 1024)
+    if softmax_scale is not None:
+        softmax_scale = checks.number(function, "softmax_scale", softmax_scale)
+    return Options(softmax_scale, softcap, (left, 0 if causal else right), num_splits or 0)
+
+
+def _attend(function: str, operands: tuple, options: Options, return_lse: bool, layout: str, workspace=None):
+    plan, operands, addresses, give = _ATTENTION.resolve(function, operands, (options, layout))
+    q, pages, *small, out = operands
+    device = plan.device
+    if out is None:
+        out = device.empty(q.shape, q.dtype)
+    lse = device.empty((q.shape[1], q.shape[0]), "float32") if return_lse else None
+    if plan.launch is not None:
+        if config.current().check:
+            check_pages(function, pages, small[0], small[1], plan.page_size)
+        small = [in_order(x) for x in small]
+        placed = (addresses[0], *map(device.pointer, (out, lse)), addresses[1], *map(device.pointer, small))
+        plan.launch.run(device, placed, workspace or attention_call.workspace_of_stream(device))
+    if give is not None:
+        out, lse = give(out), lse if lse is None else give(lse)
+    return (out, lse) if return_lse else out
+
+
+def _prepare(function: str, operands: tuple, addresses: list, options: tuple) -> Plan:
+    q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, out = operands
+    asked, layout = options
+    device = arrays.device_of(function, q=q)
+    dtype = checks.dtype(function, "q", q, DTYPES)
+    if q.ndim != 3:
+        checks.fail(ValueError, function, "q", "have shape (total_q, num_heads, head_dim)", tuple(q.shape))
+    pool = describe(function, pages, block_table, layout, DTYPES, addresses[1])
+    checks.dtype(function, "pages", pages, (dtype,), "q and the pool have one dtype; convert one of them.")
+    total_q, heads, head_dim = q.shape
+    if head_dim != pool.head_dim:
+        checks.fail(ValueError, function, "q", f"have the pool's head_dim {pool.head_dim}", tuple(q.shape))
+    if heads % max(pool.num_heads, 1) or (heads and not pool.num_heads):
+        rule = f"have a multiple of the pool's {pool.num_heads} KV heads"
+        checks.fail(ValueError, function, "q", rule, f"{heads} heads")
+    check_vector(function, "seq_lens", seq_lens, pool.batch, "int32")
+    if cu_seqlens_q is not None:
+        check_vector(function, "cu_seqlens_q", cu_seqlens_q, pool.batch + 1, "int32")
+    elif total_q != pool.batch:
+        hint = "Give cu_seqlens_q where sequences have other numbers of queries than one."
+        checks.fail(ValueError, function, "q", f"have {pool.batch} rows, one a sequence", total_q, hint)
+    if alibi_slopes is not None:
+        check_vector(function, "alibi_slopes", alibi_slopes, heads, "float32")
+    if out is not None:
+        checks.dtype(function, "out", out, (dtype,))
+        checks.shape(function, "out", out, q.shape)
+    apart = keep_apart(operands, 6, (0, 1, 2, 3, 4, 5), same=0)
+    if 0 in q.shape:
+        return Plan(device, None, pool.page_size, apart)
+    launch = attention_call.plan(device, function, pool, q, out, cu_seqlens_q is not None, asked, addresses[0])
+    return Plan(device, launch, pool.page_size, apart)
+
+
+_ATTENTION = Op(("q", "pages", "block_table", "seq_lens", "cu_seqlens_q", "alibi_slopes", "out"), 4, _prepare)
