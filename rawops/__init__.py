@@ -19,16 +19,20 @@ from rawops.gemm import Gemm, gemm, grouped_gemm
 from rawops.lora import FusedLoRA, lora_linear
 from rawops.paged_kv import append_paged_kv, paged_attention
 from rawops.sparse import SparseMatrix
+from rawops.lsmr import LSMR, LinearOperator, LSMRResult, lsmr
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LSMR",
     "BarrierError",
     "CompileError",
     "EmulatorError",
     "FusedLoRA",
     "Gemm",
     "Kernel",
+    "LSMRResult",
+    "LinearOperator",
     "MemoryFault",
     "RaceError",
     "RawopsError",
@@ -42,6 +46,7 @@ __all__ = [
     "grouped_gemm",
     "kernels",
     "lora_linear",
+    "lsmr",
     "pack_int4",
     "paged_attention",
     "precompile",

@@ -1,0 +1,279 @@
+"""The iteration of LSMR as launches, and the loop that runs ahead of the device without ever making it wait.
+
+An iteration is the product with A, one block that finishes the norm of u and tests the last x, the product with A^H, and
+the update of hbar, x and h. Iterations go out in chunks; the host reads the state of one chunk while the next one runs.
+Iterations past the stop change nothing, so that the result is that of the first stop whatever the size of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from rawops._lsmr_kernels import BEGIN, MOST_PARTIALS, SCALARS, SHORT, THREADS, UPDATE, Pair, Vectors
+
+# Where things lie in LsmrState of common/lsmr_state.cuh, in float64 numbers.
+_STATE, _NOW, _NEXT = 77, 5, 41
+_FORWARD, _ADJOINT = _NEXT + 8, _NOW + 10
+_REPORT = ("istop", "itn", "normr", "normar", "norma", "conda", "normx", "phase", "normb")
+_READ = [*range(_NOW, _NOW + 8), _NOW + 12]
+_STOPPED = 2
+HISTORY = ("normr", "normar", "norma", "conda", "normx")
+
+_CHUNK_US = 300.0  # a chunk lasts about this long: what is launched past the stop, and how late the host hears of it
+_MOST_ITERATIONS = 32
+_EAGER_ITERATIONS = 32  # from then on a graph repays its capture
+
+
+class Settings(NamedTuple):
+    """What may differ from solve to solve; ctol is 1 / conlim, or 0."""
+
+    damp: float
+    atol: float
+    btol: float
+    ctol: float
+    maxiter: int
+
+
+class Engine:
+    """LSMR for one matrix, dtype and number of right-hand sides: workspace, launches and graph.
+
+    Parameters
+    ----------
+    device : Device
+    product : product of _lsmr_operators.py
+    dtype : dtype
+        Of the vectors.
+    columns : int
+        Right-hand sides. With 1 all vectors are one-dimensional.
+    chunk : int, optional
+        Iterations between two looks at the state.
+    """
+
+    def __init__(self, device, product, dtype, columns: int = 1, chunk: int | None = None) -> None:
+        self.device, self.columns, self.shape = device, columns, product.shape
+        self.vectors = vectors = Vectors(device, dtype, columns)
+        self.product = product.bind(vectors)
+        m, n = product.shape
+        self.u = vectors.empty(m)
+        self.v, self.x, self.h, self.hbar = (vectors.empty(n) for _ in range(4))
+        self.states = device.empty((columns, _STATE), np.dtype("float64"))
+        self._forward, self._adjoint = self._pair(_FORWARD), self._pair(_ADJOINT)
+        constants = device.empty((3, columns), np.dtype("float64"))
+        for row, value in zip(constants, (-1, 0, 1), strict=True):
+            row.fill(value)
+        minus, zero, one = constants if columns > 1 else constants.reshape(3, 1)
+        self._minus_plus, self._plain = Pair(minus, one, 1), Pair(one, zero, 1)
+        self._partials = {t: vectors.partials(self.product.num_partials(t)) for t in (False, True)}
+        self._shorter = {t: vectors.partials(SHORT) for t in (False, True)}
+        self._b_partials, self._x_partials = vectors.partials(vectors.blocks(m)), vectors.partials(vectors.blocks(n))
+        self.chunk = chunk or self._chunk()
+        self._history = device.empty((self.chunk, columns, len(HISTORY)), np.dtype("float64"))
+        self._reader = (_EmulatedReader if device.is_emulated else _Reader)(self.states, self._history)
+        self._graph, self._eager = None, 0
+
+    def _pair(self, offset: int) -> Pair:
+        alpha, beta = self.states[:, offset], self.states[:, offset + 1]
+        if self.columns == 1:
+            return Pair(alpha.reshape(()), beta.reshape(()))
+        return Pair(alpha, beta, _STATE)
+
+    def _chunk(self) -> int:
+        if self.device.is_emulated or not self.product.is_captured:
+            return 1
+        us = 10.0 + self.product.nbytes * self.columns / 3e6
+        return int(np.clip(_CHUNK_US / us, 2, _MOST_ITERATIONS))
+
+    # --- launches ---------------------------------------------------------------------------------------------------
+
+    def _apply(self, transposed: bool, x, y, scalars: Pair):
+        """Multiply, and return partial sums of |y|^2 that are few enough for whoever comes next."""
+        partials = self._partials[transposed]
+        self.product.apply(transposed, x, y, scalars, partials)
+        return self._few(transposed, partials)
+
+    def _few(self, transposed: bool, partials):
+        if partials.shape[0] <= MOST_PARTIALS:
+            return partials
+        self.vectors.shorten(partials, self._shorter[transposed])
+        return self._shorter[transposed]
+
+    def start(self, b, x0, settings: Settings) -> None:
+        """Set out from b and x0, arrays of the vectors' dtype; None is zero."""
+        pointer, vectors = self.device.pointer, self.vectors
+        vectors.load(b, self.u, self._b_partials)
+        u_partials = self._b_partials
+        if x0 is None:
+            self.x.fill(0)
+        else:
+            vectors.load(x0, self.x, self._x_partials)
+            if self.u.size and self.x.size:
+                u_partials = self._apply(False, self.x, self.u, self._minus_plus)
+        values = (pointer(self.states), *settings, pointer(self._b_partials), self._b_partials.shape[0])
+        self._one_block(BEGIN, (*values, pointer(u_partials), u_partials.shape[0]))
+        vectors.combine(self._forward, None, self.u)
+        self._update(self._apply(True, self.u, self.v, self._adjoint))
+
+    def _iterate(self) -> None:
+        self._scalars(self._apply(False, self.v, self.u, self._forward))
+        self._update(self._apply(True, self.u, self.v, self._adjoint))
+
+    def _scalars(self, u_partials=None) -> None:
+        """Test the last x, and take the norm of u in if there is a new one."""
+        pointer, x_partials = self.device.pointer, self._x_partials
+        count = 0 if u_partials is None else u_partials.shape[0]
+        values = (pointer(self.states), pointer(x_partials), x_partials.shape[0], pointer(u_partials), count)
+        self._one_block(SCALARS, (*values, pointer(self._history), self.chunk))
+
+    def _update(self, v_partials) -> None:
+        pointer, rows = self.device.pointer, self.shape[1]
+        values = (pointer(self.states), pointer(v_partials), v_partials.shape[0])
+        values += (*map(pointer, (self.v, self.x, self.h, self.hbar)), rows, self.columns, pointer(self._x_partials))
+        self.vectors.kernel(UPDATE).launch(self.vectors.grid(rows), (THREADS, 1, 1), values)
+
+    def _one_block(self, spec, values: tuple) -> None:
+        self.vectors.kernel(spec).launch((self.columns, 1, 1), (THREADS, 1, 1), values)
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self, maxiter: int, watch: Callable | None = None) -> list[dict]:
+        """Iterate until every column has stopped.
+
+        Parameters
+        ----------
+        maxiter : int
+        watch : callable, optional
+            Takes the rows of history that a chunk added, (iterations, columns, 5), and the number of the first.
+
+        Returns
+        -------
+        list of dict
+            For each column istop, itn, normr, normar, norma, conda, normx and normb.
+        """
+        launched, ahead, seen = 0, None, 0
+        while True:
+            launched += self._launch(min(self.chunk, maxiter - launched))
+            ticket = self._reader.record(watch is not None)
+            if ahead is None and launched < maxiter and self._reader.runs_ahead:
+                ahead = ticket
+                continue
+            states, history = self._reader.wait(ahead or ticket)
+            if watch is not None:
+                seen = self._show(states, history, seen, watch)
+            reports = [dict(zip(_REPORT, row, strict=True)) for row in states[:, _READ].tolist()]
+            if all(report.pop("phase") == _STOPPED for report in reports):
+                return reports
+            ahead = ticket if self._reader.runs_ahead else None
+
+    def _launch(self, count: int) -> int:
+        """Launch a chunk of `count` iterations, or a graph, which may have more of them; return how many they are."""
+        if self._graph is None and self._eager >= _EAGER_ITERATIONS and self._reader.runs_ahead:
+            self._capture()
+        if self._graph is not None:
+            self._graph.launch()
+            return self.chunk
+        for _ in range(count):
+            self._iterate()
+        self._scalars()
+        self._eager += count
+        return count
+
+    def _capture(self) -> None:
+        if not self.product.is_captured:
+            return
+        import cupy
+
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            try:
+                for _ in range(self.chunk):
+                    self._iterate()
+                self._scalars()
+            finally:
+                self._graph = stream.end_capture()
+
+    def _show(self, states, history, seen: int, watch: Callable) -> int:
+        last = int(states[:, _NOW + 1].max())
+        if last > seen:
+            watch(history[[i % self.chunk for i in range(seen, last)]], seen + 1)
+        return last
+
+    # --- afterwards -------------------------------------------------------------------------------------------------
+
+    def residuals(self, b, x0, damp: float):
+        """Compute what the recurrences only estimate, once the solve is over.
+
+        Returns
+        -------
+        array (3, columns)
+            The squares of the norms of r = b - A x, of A^H r - damp^2 (x - x0), and, if damp is not 0, of x - x0.
+        """
+        squares = self.device.empty((3, self.columns), np.dtype("float64"))
+        squares.fill(0)
+        vectors, partials = self.vectors, self._b_partials
+        vectors.load(b, self.u, partials)
+        if self.u.size and self.x.size:
+            partials = self._apply(False, self.x, self.u, self._minus_plus)
+        vectors.shorten(partials, squares[:1])
+        partials = self._apply(True, self.u, self.v, self._plain)
+        if damp != 0:
+            self.hbar[...] = self.x if x0 is None else self.x - x0
+            vectors.load(self.hbar, self.h, self._x_partials)
+            vectors.shorten(self._x_partials, squares[2:])
+            weight = self.device.empty((self.columns,), np.dtype("float64"))
+            weight.fill(-(damp**2))
+            partials = self._x_partials
+            vectors.combine(Pair(weight, self._plain.alpha, 1), self.h, self.v, partials)
+        vectors.shorten(partials, squares[1:2])
+        return squares
+
+
+class _Reader:
+    """Copies of the state and of the history in pinned memory, two in flight."""
+
+    runs_ahead = True
+
+    def __init__(self, *sources) -> None:
+        import cupy
+
+        self._sources, self._slots, self._next = sources, [], 0
+        for _ in range(2):
+            copies = []
+            for source in sources:
+                memory = cupy.cuda.alloc_pinned_memory(source.nbytes)
+                copies.append(np.frombuffer(memory, source.dtype, source.size).reshape(source.shape))
+            self._slots.append((cupy.cuda.Event(block=False, disable_timing=True), copies))
+        self._get_stream, self._copy = cupy.cuda.get_current_stream, cupy.cuda.runtime.memcpyAsync
+
+    def record(self, with_history: bool) -> int:
+        """Have the device copy its state as it is after all that has been launched; return a ticket."""
+        self._next ^= 1
+        event, copies = self._slots[self._next]
+        stream = self._get_stream()
+        for source, copy in zip(self._sources[: 1 + with_history], copies, strict=False):
+            self._copy(copy.ctypes.data, source.data.ptr, source.nbytes, 2, stream.ptr)  # device to host
+        event.record(stream)
+        return self._next + 1
+
+    def wait(self, ticket: int) -> list:
+        """Return the copies of a ticket."""
+        event, copies = self._slots[ticket - 1]
+        event.synchronize()
+        return copies
+
+
+class _EmulatedReader:
+    """The same where nothing runs by itself."""
+
+    runs_ahead = False
+
+    def __init__(self, *sources) -> None:
+        self._sources = sources
+
+    def record(self, with_history: bool) -> int:
+        return 1
+
+    def wait(self, ticket: int) -> tuple:
+        return self._sources

@@ -1,0 +1,125 @@
+"""The kernels of LSMR, and the launches that its parts share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rawops._runtime.kernel import KernelSpec
+
+COLUMNS = (1, 8, 32)  # right-hand sides that a block of threads goes through side by side
+THREADS = 256
+MOST_PARTIALS = 2048  # more than this are shortened before many blocks, or a single one, add them up
+SHORT = 64
+_MOST_BLOCKS = 512
+
+_VECTORS = {"R": ("float32", "float64"), "PARTS": (1, 2), "COLS": COLUMNS}
+_SMOKE = [
+    {"R": "float32", "PARTS": 1, "COLS": 1},
+    {"R": "float64", "PARTS": 2, "COLS": 1},
+    {"R": "float64", "PARTS": 1, "COLS": 32},
+]
+
+
+def _vector_kernel(entry: str) -> KernelSpec:
+    return KernelSpec(
+        source="lsmr.cu", entry=f"rawops::{entry}", template=tuple(_VECTORS), choices=_VECTORS, smoke=_SMOKE
+    )
+
+
+def _scalar_kernel(entry: str) -> KernelSpec:
+    return KernelSpec(source="lsmr.cu", entry=f"rawops::{entry}", template=(), choices={}, smoke=[{}])
+
+
+LOAD, COMBINE, UPDATE = (_vector_kernel(f"lsmr_{name}") for name in ("load", "combine", "update"))
+BEGIN, SCALARS, SHORTEN = (_scalar_kernel(f"lsmr_{name}") for name in ("begin", "scalars", "shorten"))
+
+_GEMV = {"M": ("float32", "float64"), "MATRIX_PARTS": (1, 2), "R": ("float32", "float64"), "PARTS": (1, 2)}
+_GEMV |= {"kDot": (True, False), "kConjugate": (True, False)}
+GEMV = KernelSpec(
+    source="lsmr_gemv.cu",
+    entry="rawops::lsmr_gemv",
+    template=tuple(_GEMV),
+    choices=_GEMV,
+    smoke=[
+        dict(zip(_GEMV, values, strict=True))
+        for values in (
+            ("float32", 1, "float32", 1, True, False),
+            ("float32", 1, "float64", 1, False, False),
+            ("float64", 2, "float64", 2, True, True),
+        )
+    ],
+)
+
+DTYPES = ("float32", "float64", "complex64", "complex128")
+
+
+def real_and_parts(dtype) -> tuple[str, int]:
+    """Return the real type of a dtype and how many of it make an element."""
+    dtype = np.dtype(dtype)
+    return (dtype.name, 1) if dtype.kind == "f" else (f"float{dtype.itemsize * 4}", 2)
+
+
+class Pair(NamedTuple):
+    """The scalars of y = alpha A x + beta y on the device: 0-d float64 arrays, or (columns,) ones `stride` apart."""
+
+    alpha: Any
+    beta: Any
+    stride: int = 0
+
+
+class Vectors:
+    """Launches on (rows, columns) arrays of one dtype; columns = 1 are plain vectors."""
+
+    def __init__(self, device, dtype, columns: int) -> None:
+        self.device, self.dtype, self.columns = device, np.dtype(dtype), columns
+        real, parts = real_and_parts(dtype)
+        cols = next((c for c in COLUMNS if c >= columns), COLUMNS[-1])
+        self._choices = {"R": real, "PARTS": parts, "COLS": cols}
+        self._rows = THREADS // cols  # that a block takes at a time
+        self._column_blocks = -(-columns // cols)
+        self._kernels: dict = {}
+
+    def kernel(self, spec: KernelSpec):
+        """Return a kernel for these vectors."""
+        if spec not in self._kernels:
+            self._kernels[spec] = spec.kernel(self.device, **(self._choices if spec.template else {}))
+        return self._kernels[spec]
+
+    def blocks(self, rows: int) -> int:
+        """Return how many blocks share `rows` rows, which is how many partial sums each column gets."""
+        return max(1, min(-(-rows // (4 * self._rows)), _MOST_BLOCKS))
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """Return the grid of a kernel over `rows` rows."""
+        return self.blocks(rows), self._column_blocks, 1
+
+    def empty(self, rows: int):
+        """Return a new array of `rows` rows."""
+        return self.device.empty((rows,) if self.columns == 1 else (rows, self.columns), self.dtype)
+
+    def partials(self, count: int):
+        """Return a new array of `count` partial sums a column."""
+        return self.device.empty((count, self.columns), np.dtype("float64"))
+
+    def load(self, source, target, partials) -> None:
+        """Copy `source`, of any strides, and leave the partial sums of its squares."""
+        rows, itemsize = target.shape[0], self.dtype.itemsize
+        strides = [s // itemsize for s in (*source.strides, 0)][:2]
+        pointer = self.device.pointer
+        values = (pointer(source), *strides, pointer(target), rows, self.columns, pointer(partials))
+        self.kernel(LOAD).launch(self.grid(rows), (THREADS, 1, 1), values)
+
+    def combine(self, scalars: Pair, w, y, partials=None, slices: int = 1, scale=None) -> None:
+        """Compute y = alpha * scale * (sum of the slices of w) + beta * y, and leave the partial sums of its squares."""
+        rows, pointer = y.shape[0], self.device.pointer
+        values = (pointer(scalars.alpha), pointer(scalars.beta), scalars.stride, pointer(w), slices, pointer(scale))
+        values += (pointer(y), rows, self.columns, pointer(partials))
+        self.kernel(COMBINE).launch(self.grid(rows), (THREADS, 1, 1), values)
+
+    def shorten(self, partials, shorter) -> None:
+        """Add partial sums up to fewer."""
+        pointer = self.device.pointer
+        values = (pointer(partials), partials.shape[0], self.columns, pointer(shorter))
+        self.kernel(SHORTEN).launch((shorter.shape[0], self.columns, 1), (THREADS, 1, 1), values)

@@ -1,0 +1,167 @@
+"""What a solve says about itself: its iterations as they come, and at the end whether the estimates were true."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from rawops._lsmr_engine import HISTORY, Settings
+
+MESSAGES = (
+    "x = x0 (or 0) is the solution",
+    "A x = b to the tolerances atol and btol",
+    "the least-squares solution to the tolerance atol",
+    "the condition estimate has passed conlim",
+    "A x = b to machine precision",
+    "the least-squares solution to machine precision",
+    "the condition of A is too large for float64",
+    "maxiter reached",
+)
+_SLACK = 10.0  # how far past its tolerance the truth may lie before an estimate is called false
+
+
+class Iteration(NamedTuple):
+    """The estimates after one iteration."""
+
+    itn: int
+    normr: float
+    normar: float
+    norma: float
+    conda: float
+    normx: float
+
+
+class Status:
+    """The end of a solve, seen from the residual itself and not from the recurrences.
+
+    The norms are read from the device the first time one is asked for, which waits for it.
+
+    Attributes
+    ----------
+    message : str
+        What `istop` means.
+    normr, normar : float
+        True norms of b - A x (damped: with damp (x - x0) below it) and of A^H r - damp^2 (x - x0), in the vectors' type.
+    converged : bool
+        The stop code says solved (0, 1, 2, 4 or 5) and the true norms agree.
+    is_false : bool
+        The stop code says solved, and the true norms are more than ten times past the tolerance it stands for.
+    """
+
+    def __init__(self, istop: int, report: dict, squares, settings: Settings) -> None:
+        self.istop, self.message = istop, MESSAGES[istop]
+        self._report, self._squares, self._settings = report, squares, settings
+        self._norms: tuple[float, float] | None = None
+
+    def _read(self) -> tuple[float, float]:
+        if self._norms is None:
+            squares = self._squares
+            host = squares if isinstance(squares, np.ndarray) else squares.get()
+            residual, gradient, moved = map(float, host)
+            self._norms = math.sqrt(residual + self._settings.damp**2 * moved), math.sqrt(gradient)
+        return self._norms
+
+    @property
+    def normr(self) -> float:
+        return self._read()[0]
+
+    @property
+    def normar(self) -> float:
+        return self._read()[1]
+
+    @property
+    def is_false(self) -> bool:
+        atol, btol, norma = self._settings.atol, self._settings.btol, self._report["norma"]
+        eps = np.finfo(np.float64).eps
+        if self.istop in (1, 4):
+            limit = max(btol, eps) * self._report["normb"] + max(atol, eps) * norma * self._report["normx"]
+            return not self.normr <= _SLACK * limit
+        if self.istop in (2, 5):
+            return not self.normar <= _SLACK * max(atol, eps) * norma * self.normr
+        return False
+
+    @property
+    def converged(self) -> bool:
+        return self.istop in (0, 1, 2, 4, 5) and not self.is_false
+
+    def __str__(self) -> str:
+        text = f"istop {self.istop}: {self.message}; true ||r|| {self.normr:.4g}, ||A^H r|| {self.normar:.4g}"
+        return (
+            f"{text}. The estimates say solved and the true norms do not: false convergence" if self.is_false else text
+        )
+
+    def __repr__(self) -> str:
+        return f"<Status {self}>"
+
+
+class Progress:
+    """Takes the iterations in as the host hears of them: for the callback, the history and the display."""
+
+    def __init__(self, settings: Settings, shape: tuple, callback: Callable | None, history: bool, show: bool) -> None:
+        self._settings, self._shape, self._callback = settings, shape, callback
+        self._rows: list | None = [] if history else None
+        self._display = _Display(settings, shape) if show else None
+        self.is_wanted = callback is not None or history or show
+
+    def __enter__(self) -> Progress:
+        if self._display is not None:
+            self._display.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._display is not None:
+            self._display.stop()
+
+    def add(self, rows, first: int) -> None:
+        """Take the rows (iterations, 1, 5) of a chunk; `first` is the number of the first iteration."""
+        iterations = [Iteration(first + i, *map(float, row)) for i, row in enumerate(rows[:, 0])]
+        if self._rows is not None:
+            self._rows += iterations
+        if self._callback is not None:
+            for iteration in iterations:
+                self._callback(iteration)
+        if self._display is not None:
+            self._display.update(iterations[-1])
+
+    def history(self) -> dict | None:
+        """Return the norms by name, arrays over the iterations; None if nobody asked."""
+        if self._rows is None:
+            return None
+        columns = np.array([row[1:] for row in self._rows], dtype=np.float64).reshape(-1, len(HISTORY))
+        return dict(zip(HISTORY, columns.T, strict=True))
+
+    def finish(self, status: Status) -> None:
+        """Show how it ended."""
+        if self._display is not None:
+            self._display.finish(status)
+
+
+class _Display:
+    """A line that lives while the solver runs."""
+
+    def __init__(self, settings: Settings, shape: tuple) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(highlight=False, markup=False)
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}"), TimeElapsedColumn()
+        self._bars = Progress(*columns, console=self._console)
+        m, n = shape
+        self._title = f"LSMR, {m} x {n}, damp {settings.damp:g}, atol {settings.atol:g}, btol {settings.btol:g}"
+        self._task = self._bars.add_task(self._title, total=max(settings.maxiter, 0))
+
+    def start(self) -> None:
+        self._bars.start()
+
+    def stop(self) -> None:
+        self._bars.stop()
+
+    def update(self, last: Iteration) -> None:
+        text = f"||r|| {last.normr:.3e}  ||A^H r|| {last.normar:.3e}  cond {last.conda:.1e}"
+        self._bars.update(self._task, completed=last.itn, description=f"{self._title}: {text}")
+
+    def finish(self, status: Status) -> None:
+        self._console.print(str(status))

@@ -1,0 +1,239 @@
+"""LSMR: least squares and linear systems by iteration, without leaving the GPU.
+
+The method is that of D. C.-L. Fong and M. Saunders, "LSMR: An iterative algorithm for sparse least-squares problems" (SIAM
+J. Sci. Comput. 33, 2011), with SciPy's meaning of every argument and result. The iteration is in _lsmr_engine.py, what
+it multiplies with in _lsmr_operators.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import namedtuple
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from rawops._lsmr_engine import HISTORY, Engine, Settings
+from rawops._lsmr_operators import LinearOperator, product_of
+from rawops._lsmr_status import Progress, Status
+from rawops._runtime import arrays, checks
+from rawops._runtime.checks import fail
+
+__all__ = ["LSMR", "LSMRResult", "LinearOperator", "lsmr"]
+
+
+def _current(device):
+    """Return a context in which `device` is CuPy's current one."""
+    if device.is_emulated:
+        return contextlib.nullcontext()
+    import cupy
+
+    return cupy.cuda.Device(device.ordinal)
+
+
+class LSMRResult(namedtuple("LSMRResult", "x istop itn normr normar norma conda normx")):
+    """What a solve returns: SciPy's eight values, to unpack or by name, and more as attributes.
+
+    Attributes
+    ----------
+    x : array (n,)
+        The solution, on the device.
+    istop : int
+        0: x = x0 (or 0) is the solution. 1: A x = b to the tolerances. 2: the least-squares solution to the tolerance.
+        3: the condition estimate passed `conlim`. 4, 5, 6: as 1, 2, 3, to the precision of float64. 7: `maxiter` reached.
+    itn : int
+    normr, normar, norma, conda, normx : float
+        Norms of r = b - A x (with damping, of the residual of the damped system), of A^H r - damp^2 (x - x0), of A and its
+        condition, and of x: estimates of the recurrences, but for the norm of x.
+    history : dict of array (itn,), or None
+        The same five by iteration, if asked for.
+    status : Status
+        The true norms at the end, and whether they bear out `istop`.
+    """
+
+    def __new__(cls, *values, history=None, status=None):
+        result = super().__new__(cls, *values)
+        result.history, result.status = history, status
+        return result
+
+
+class _Problem(NamedTuple):
+    """A right-hand side as the engine takes it."""
+
+    device: object
+    dtype: np.dtype
+    b: object
+    x0: object
+    give: Callable
+
+
+class LSMR:
+    """A least-squares solver for one matrix, which keeps its workspace and its CUDA graph from solve to solve.
+
+    Parameters
+    ----------
+    A : SparseMatrix, array, sparse matrix or operator
+        As for `lsmr`.
+    damp, atol, btol, conlim, maxiter, preconditioner, reorthogonalize, vectors
+        As for `lsmr`.
+
+    Notes
+    -----
+    One solver belongs on one stream at a time. Workspace besides A and b: u of m elements and v, x, h and hbar of n, some
+    thousand float64 numbers for sums, and the result.
+    """
+
+    _function = "LSMR"
+
+    def __init__(self, A, *, damp=0.0, atol=1e-6, btol=1e-6, conlim=1e8, maxiter=None, vectors=None) -> None:
+        self._product = product_of(self._function, A)
+        self.shape = self._product.shape
+        numbers = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
+        damp, atol, btol, conlim = (checks.number(self._function, name, value) for name, value in numbers.items())
+        if maxiter is None:
+            maxiter = min(self.shape)
+        maxiter = checks.int_range(self._function, "maxiter", maxiter, -(2**53), 2**53)
+        self._settings = Settings(damp, atol, btol, 1 / conlim if conlim > 0 else 0.0, maxiter)
+        self._vectors = checks.choice(self._function, "vectors", vectors, (None, "float64"))
+        self._engines: dict[tuple, Engine] = {}
+
+    def solve(self, b, x0=None, *, callback: Callable | None = None, history: bool = False, show: bool = False):
+        """Solve for one right-hand side.
+
+        Parameters
+        ----------
+        b : array (m,) or (m, 1), or sparse matrix (m, 1)
+        x0 : array (n,) or (n, 1), optional
+        callback, history, show
+            As for `lsmr`.
+
+        Returns
+        -------
+        LSMRResult
+        """
+        return self._solve(b, x0, callback, history, show, keep=True)
+
+    def _solve(self, b, x0, callback, history: bool, show: bool, keep: bool) -> LSMRResult:
+        problem = self._problem(b, x0)
+        engine = self._engine(problem, 1)
+        progress = Progress(self._settings, self.shape, callback, history, show)
+        with _current(problem.device), progress:
+            engine.start(problem.b, problem.x0, self._settings)
+            report = engine.run(self._settings.maxiter, progress.add if progress.is_wanted else None)[0]
+            squares = engine.residuals(problem.b, problem.x0, self._settings.damp)
+            x = engine.x.copy() if keep else engine.x
+        istop, itn = int(report["istop"]), int(report["itn"])
+        status = Status(istop, report, squares[:, 0], self._settings)
+        progress.finish(status)
+        values = (report[name] for name in HISTORY)
+        return LSMRResult(problem.give(x), istop, itn, *values, history=progress.history(), status=status)
+
+    def _engine(self, problem: _Problem, columns: int) -> Engine:
+        key = problem.device, problem.dtype, columns
+        if key not in self._engines:
+            with _current(problem.device):
+                self._engines[key] = Engine(problem.device, self._product, problem.dtype, columns)
+        return self._engines[key]
+
+    def _problem(self, b, x0) -> _Problem:
+        function, (m, n) = self._function, self.shape
+        if hasattr(b, "toarray"):
+            b = b.toarray()
+        if b is None:
+            fail(TypeError, function, "b", "be a GPU array", "None")
+        (b, x0), give = arrays.take(function, b=b, x0=x0)
+        b, x0 = _vector(function, "b", b, m), None if x0 is None else _vector(function, "x0", x0, n)
+        device = arrays.device_of(function, b=b, x0=x0)
+        if self._product.device not in (None, device):
+            fail(ValueError, function, "b", f"be on the device of A ({self._product.device})", str(device))
+        inexact = [x.dtype for x in (self._product, b, x0) if x is not None and x.dtype.kind in "fc"]
+        dtype = np.result_type(*(inexact or ["float64"]), self._vectors or "float32")
+        b, x0 = (x if x is None else x.astype(dtype, copy=False) for x in (b, x0))
+        return _Problem(device, dtype, b, x0, give)
+
+
+def _vector(function: str, name: str, x, size: int):
+    """Return a vector given as (size,) or (size, 1), as the former."""
+    if x.ndim == 0:
+        x = x.reshape(1)
+    if x.shape not in ((size,), (size, 1)):
+        fail(ValueError, function, name, f"have shape ({size},) or ({size}, 1)", f"shape {tuple(x.shape)}")
+    if x.dtype.kind not in "biufc":
+        fail(TypeError, function, name, "hold numbers", f"dtype {x.dtype}")
+    return x if x.ndim == 1 else x[:, 0]
+
+
+def lsmr(
+    A,
+    b,
+    damp=0.0,
+    atol=1e-6,
+    btol=1e-6,
+    conlim=1e8,
+    maxiter=None,
+    show=False,
+    x0=None,
+    *,
+    callback: Callable | None = None,
+    history: bool = False,
+    vectors: str | None = None,
+) -> LSMRResult:
+    """Solve A x = b, or minimise ||b - A x||^2 + damp^2 ||x - x0||^2, by LSMR on the GPU.
+
+    Parameters
+    ----------
+    A : SparseMatrix, array (m, n), sparse matrix or operator
+        Any of: a `rawops.SparseMatrix`; a dense array of any strides; CuPy's sparse matrices, which are converted (make a
+        `SparseMatrix` once, where there are several solves); an object with ``shape``, ``dtype``, ``matvec`` and
+        ``rmatvec``, such as a `LinearOperator`.
+    b : array (m,) or (m, 1), or sparse matrix (m, 1)
+    damp : float
+        Damping of x - x0.
+    atol, btol : float
+        Stop where ||r|| <= btol ||b|| + atol ||A|| ||x||, or ||A^H r|| <= atol ||A|| ||r||, as the recurrences estimate
+        them. 0 stands for the precision of float64.
+    conlim : float
+        Stop where the estimate of the condition of A passes it; 0 is no limit.
+    maxiter : int, optional
+        min(m, n) if left out, as SciPy has it.
+    show : bool
+        Show the progress, and how it ended.
+    x0 : array (n,) or (n, 1), optional
+        Where to start; zeros if left out.
+    callback : callable, optional
+        ``callback(iteration)`` with an `Iteration` for every iteration, in order. They come in chunks, up to two chunks
+        behind the device, which does not wait.
+    history : bool
+        Keep the norms of every iteration in ``.history`` of the result.
+    vectors : {None, "float64"}
+        "float64" keeps vectors in float64 (complex128) where A and b are float32 (complex64). Otherwise vectors have the
+        common type of A, b and x0, at least float32; integers count as float64 where nothing else says more.
+
+    Returns
+    -------
+    LSMRResult
+        Unpacks as SciPy's ``x, istop, itn, normr, normar, norma, conda, normx``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit, before anything is launched. None of the arguments is changed.
+
+    Notes
+    -----
+    All scalars, sums of squares and stopping tests are float64 and stay on the device, so that with float64 vectors stop
+    code and iteration count are SciPy's. In float32 a few per cent more iterations are usual, and the estimates may drift
+    from the truth on an ill-conditioned system: the true norms are computed once at the end, and ``.status`` says where
+    they contradict the stop code. As with SciPy, ||A|| is over-estimated and the condition under-estimated severalfold, so
+    that `conlim` rarely stops anything. NaN and infinities in A or b run to `maxiter`: istop 7.
+
+    The host reads the state every few iterations, one chunk behind; no iteration waits for it. Use `LSMR` to solve with
+    one A repeatedly. Workspace besides A and b: m + 4 n elements, x among them, and some thousand float64 numbers.
+    """
+    solver = _OneSolve(A, damp=damp, atol=atol, btol=btol, conlim=conlim, maxiter=maxiter, vectors=vectors)
+    return solver._solve(b, x0, callback, history, show, keep=False)
+
+
+class _OneSolve(LSMR):
+    _function = "lsmr"

@@ -1,0 +1,464 @@
+"""LSMR against SciPy's, and where SciPy has no answer against dense least squares."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.sparse.linalg import LinearOperator as SciPyOperator
+from scipy.sparse.linalg import lsmr as scipy_lsmr
+
+import rawops
+from rawops._lsmr_engine import Engine
+from rawops.testing import has_gpu
+
+NORMS = ("normr", "normar", "norma", "conda", "normx")
+SHAPES = {"over": (40, 12), "under": (12, 40), "square": (16, 16), "one column": (9, 1), "one row": (1, 7)}
+
+
+def system(rng, m, n, values=(1.0, 2.0, 4.0), rank=None, dtype="float64"):
+    """A matrix with these singular values, in turn, which LSMR is done with after as many iterations, and some b."""
+
+    def normal(*shape):
+        x = rng.standard_normal(shape)
+        return x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x
+
+    rank = min(m, n) if rank is None else rank
+    u, v = (np.linalg.qr(normal(size, rank))[0] for size in (m, n))
+    a = (u * np.resize(values, rank)) @ v.conj().T
+    return a.astype(dtype), normal(m).astype(dtype)
+
+
+def assert_same(device, ours, expected, rtol=1e-7):
+    """Everything that SciPy returns, with norms that are small by cancellation compared with those they cancel from."""
+    x, istop, itn, *norms = expected
+    assert (ours.istop, ours.itn) == (istop, itn)
+    scale = {"normr": norms[0] + norms[2] * norms[4], "normar": norms[2] * (norms[0] + norms[2] * norms[4])}
+    for name, value in zip(NORMS, norms, strict=True):
+        np.testing.assert_allclose(getattr(ours, name), value, rtol=rtol, atol=rtol * scale.get(name, 0), err_msg=name)
+    np.testing.assert_allclose(device.get(ours.x), x, rtol=rtol, atol=rtol * np.linalg.norm(x))
+
+
+def put_all(device, **arguments):
+    return {name: device.put(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("damp", "starts"), [(0.0, False), (0.7, False), (0.0, True), (0.7, True)])
+def test_as_scipy(device, rng, shape, damp, starts):
+    a, b = system(rng, *SHAPES[shape])
+    options = {"damp": damp, "x0": rng.standard_normal(a.shape[1]) if starts else None}
+    ours = rawops.lsmr(device.put(a), device.put(b), **put_all(device, **options))
+    assert_same(device, ours, scipy_lsmr(a, b, **options))
+    assert device.get(ours.x).shape == (a.shape[1],)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"conlim": 2.0},
+        {"conlim": 0},
+        {"maxiter": 2},
+        {"maxiter": 0},
+        {"maxiter": -1},
+        {"atol": 1e-2, "btol": 1e-3},
+        {"atol": 0.3, "btol": 0},
+    ],
+    ids=str,
+)
+def test_stopping_as_scipy(device, rng, options):
+    a, b = system(rng, 30, 10, np.linspace(1, 9, 10))
+    options = {"maxiter": 6, **options}
+    ours = rawops.lsmr(device.put(a), device.put(b), **options)
+    assert_same(device, ours, scipy_lsmr(a, b, **options), 1e-6)
+
+
+def test_consistent_system_stops_with_1(device, rng):
+    a, _ = system(rng, 30, 10)
+    x = rng.standard_normal(10)
+    ours = rawops.lsmr(device.put(a), device.put(a @ x))
+    assert ours.istop == 1
+    np.testing.assert_allclose(device.get(ours.x), x, rtol=1e-9)
+
+
+def test_rank_deficient(device, rng):
+    """The solution of least norm, as from a pseudo-inverse."""
+    a, b = system(rng, 30, 12, rank=5)
+    ours = rawops.lsmr(device.put(a), device.put(b), atol=1e-10, btol=1e-10)
+    assert ours.istop == 2
+    np.testing.assert_allclose(device.get(ours.x), np.linalg.pinv(a) @ b, atol=1e-9)
+
+
+def test_unpacks_as_scipy(device, rng):
+    a, b = system(rng, 8, 3)
+    result = rawops.lsmr(device.put(a), device.put(b))
+    x, istop, itn, normr, normar, norma, conda, normx = result
+    assert x is result.x
+    assert [istop, itn, normr, normar, norma, conda, normx] == [getattr(result, k) for k in result._fields[1:]]
+    assert type(istop) is type(itn) is int
+    assert isinstance(result, rawops.LSMRResult)
+    assert result.history is None
+
+
+# --- the ends of the range ------------------------------------------------------------------------------------------
+
+
+def test_b_is_zero(device):
+    ours = rawops.lsmr(device.put(np.ones((10, 1))), device.put(np.zeros(10)), x0=device.put(np.ones(1)))
+    assert device.get(ours.x).tolist() == [0.0]
+    assert (ours.istop, ours.itn) == (0, 0)
+    ours = rawops.lsmr(device.put(np.ones((10, 3))), device.put(np.zeros(10)))
+    assert device.get(ours.x).tolist() == [0.0, 0.0, 0.0]
+    assert (ours.istop, ours.itn, *ours[3:]) == (0, 0, 0, 0, 0, 1, 0)
+
+
+def test_x0_is_the_solution(device):
+    ours = rawops.lsmr(device.put(np.eye(10)), device.put(np.ones(10)), x0=device.put(np.ones(10)))
+    assert device.get(ours.x).tolist() == [1.0] * 10
+    assert (ours.istop, ours.itn) == (0, 0)
+
+
+def test_one_step(device):
+    ours = rawops.lsmr(device.put(np.eye(10)), device.put(np.ones(10)))
+    np.testing.assert_allclose(device.get(ours.x), np.ones(10))
+    assert ours.itn == 1
+    assert np.isfinite(ours[3:]).all()
+
+
+def test_b_is_orthogonal_to_all_columns(device):
+    a = np.vstack([np.eye(3), np.zeros((2, 3))])
+    ours = rawops.lsmr(device.put(a), device.put(np.array([0.0, 0, 0, 3, 4])))
+    assert (ours.istop, ours.itn, ours.normr, ours.normar) == (0, 0, 5, 0)
+    assert not device.get(ours.x).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (5, 0), (0, 0)])
+def test_empty(device, shape):
+    ours = rawops.lsmr(device.put(np.ones(shape)), device.put(np.full(shape[0], 2.0)), x0=device.put(np.ones(shape[1])))
+    assert (ours.istop, ours.itn) == (0, 0)
+    assert ours.normr == np.sqrt(4 * shape[0])
+    assert device.get(ours.x).tolist() == [1.0] * shape[1]
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1)])
+def test_inputs_are_kept(device, shape):
+    a, b, x0 = np.diag([1.0, 2, 3, 1, 2, 3]), np.arange(6.0) + 1, np.full(shape, 10.0)
+    arrays = [device.put(x.copy()) for x in (a, b, x0)]
+    if device.is_emulated:
+        arrays[2].flags.writeable = False
+    ours = rawops.lsmr(arrays[0], arrays[1], x0=arrays[2])
+    for before, after in zip((a, b, x0), arrays, strict=True):
+        assert (device.get(after) == before).all()
+    np.testing.assert_allclose(device.get(ours.x), b / np.diag(a), rtol=1e-6)
+
+
+def test_damping_acts_on_x_minus_x0(device):
+    a, b = device.put(np.diag([1.0, 2, 3])), device.put(np.array([1.0, 2, 3]))
+    np.testing.assert_allclose(device.get(rawops.lsmr(a, b, 1).x), [0.5, 0.8, 0.9], rtol=1e-6)
+    ours = rawops.lsmr(a, b, damp=1, x0=device.put(np.full(3, 10)))
+    np.testing.assert_allclose(device.get(ours.x), [5.5, 2.8, 1.9], rtol=1e-6)
+
+
+def test_maxiter_0_reports_the_residual(device):
+    a, b = device.put(np.diag([1.0, 2, 3])), device.put(np.array([1.0, 2, 3]))
+    ours = rawops.lsmr(a, b, maxiter=0)
+    assert ours.normr == pytest.approx(14**0.5)
+    ours = rawops.lsmr(a, b, maxiter=0, x0=device.put(np.array([1.0, 1, 0])))
+    assert device.get(ours.x).tolist() == [1, 1, 0]
+    assert ours.normr == pytest.approx(3)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["A", "b", "x0"])
+def test_what_is_not_finite_is_never_solved(device, rng, bad, where):
+    a, b = system(rng, 8, 4)
+    x0 = np.zeros(4)
+    {"A": a[2:3, 1], "b": b[2:3], "x0": x0[2:3]}[where][...] = bad
+    ours = rawops.lsmr(device.put(a), device.put(b), x0=device.put(x0) if where == "x0" else None, maxiter=3)
+    assert (ours.istop, ours.itn) == (7, 3)
+    assert not ours.status.converged
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-5, 1e15])
+def test_float32_far_from_1(device, rng, scale):
+    """Vectors are not normalised: their size must not cost digits."""
+    a, b = system(rng, 20, 6, dtype="float32")
+    x = rawops.lsmr(device.put(a * np.float32(scale)), device.put(b)).x
+    expected = np.linalg.lstsq(a.astype(float), b.astype(float))[0] / scale
+    np.testing.assert_allclose(device.get(x), expected, rtol=1e-4, atol=1e-5 * np.linalg.norm(expected))
+
+
+# --- dtypes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "b_dtype", "result"),
+    [
+        ("float32", "float32", "float32"),
+        ("float32", "float64", "float64"),
+        ("float64", "float32", "float64"),
+        ("complex64", "complex64", "complex64"),
+        ("complex128", "complex128", "complex128"),
+        ("float32", "complex64", "complex64"),
+        ("complex64", "float32", "complex64"),
+        ("int32", "int64", "float64"),
+        ("int64", "float32", "float32"),
+        ("float16", "float16", "float32"),
+    ],
+)
+def test_dtypes(device, rng, dtype, b_dtype, result):
+    kind = "complex128" if "complex" in dtype + b_dtype else "float64"
+    a, b = system(rng, 12, 4, dtype=kind)
+    if "int" in dtype:
+        a, b = np.rint(3 * a), np.rint(3 * b)
+    with np.testing.suppress_warnings() as hush:
+        hush.filter(np.exceptions.ComplexWarning)
+        a, b = a.astype(dtype), b.astype(b_dtype)
+    ours = rawops.lsmr(device.put(a), device.put(b), atol=1e-6, btol=1e-6, maxiter=8)
+    assert ours.x.dtype == result
+    expected = np.linalg.lstsq(a.astype(kind), b.astype(kind))[0]
+    tolerance = 1e-3 if result in ("float32", "complex64") else 1e-5
+    np.testing.assert_allclose(device.get(ours.x), expected, atol=tolerance * np.linalg.norm(expected))
+
+
+def test_complex_uses_the_adjoint(device):
+    a, b = np.array([[1, 1j], [0, 2]]), np.array([1 + 1j, 2])
+    np.testing.assert_allclose(device.get(rawops.lsmr(device.put(a), device.put(b)).x), [1, 1], rtol=1e-10)
+
+
+def test_float64_vectors_with_a_float32_matrix(device, rng):
+    a, b = system(rng, 20, 5, (1, 3, 9, 27, 81), dtype="float32")
+    ours = rawops.lsmr(device.put(a), device.put(b), vectors="float64", atol=1e-12, btol=1e-12)
+    assert ours.x.dtype == np.float64
+    expected = np.linalg.lstsq(a.astype(float), b.astype(float))[0]
+    np.testing.assert_allclose(device.get(ours.x), expected, rtol=1e-10)
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+
+def strided(device, a):
+    """Views of one matrix that lie in memory in every way."""
+    m, n = a.shape
+    wide = np.full((2 * m, 3 * n), np.nan, a.dtype)
+    wide[::2, 1::3] = a
+    yield device.put(wide)[::2, 1::3]
+    yield device.put(np.ascontiguousarray(a.T)).T
+    yield device.put(np.ascontiguousarray(a[::-1, ::-1]))[::-1, ::-1]
+
+
+def test_dense_of_any_strides(device, rng):
+    a, b = system(rng, 20, 7)
+    expected = scipy_lsmr(a, b)
+    padded = np.full((20, 3), np.nan)
+    padded[:, 1] = b
+    b_strided = device.put(padded)[:, 1]
+    for view in strided(device, a):
+        assert_same(device, rawops.lsmr(view, b_strided), expected)
+        assert_same(device, rawops.lsmr(view, device.put(padded)[:, 1:2]), expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 1500), (1500, 3), (300, 40)])
+def test_dense_in_several_slices_and_blocks(device, rng, shape):
+    a, b = system(rng, *shape)
+    for matrix in (a, np.asfortranarray(a)):
+        view = device.put(np.ascontiguousarray(matrix.T)).T if matrix is not a else device.put(a)
+        assert_same(device, rawops.lsmr(view, device.put(b)), scipy_lsmr(a, b))
+
+
+def counted(a):
+    """An operator that says how often it was called."""
+    calls = {"matvec": 0, "rmatvec": 0}
+
+    def matvec(x):
+        calls["matvec"] += 1
+        return a @ x
+
+    def rmatvec(u):
+        calls["rmatvec"] += 1
+        return a.conj().T @ u
+
+    return rawops.LinearOperator(a.shape, matvec, rmatvec, a.dtype), calls
+
+
+def test_operator_of_python_functions(device, rng):
+    a, b = system(rng, 20, 6, dtype="complex128")
+    operator, calls = counted(device.put(a))
+    ours = rawops.lsmr(operator, device.put(b))
+    assert_same(device, ours, scipy_lsmr(a, b))
+    assert calls["matvec"] <= ours.itn + 3  # two ahead, one for the true residual
+    assert calls["rmatvec"] <= ours.itn + 4
+
+
+def test_linear_operator_itself(device):
+    a = device.put(np.arange(6.0).reshape(2, 3))
+    operator, _ = counted(a)
+    x, out = device.put(np.ones(3)), device.put(np.array([10.0, np.nan]))
+    assert device.get(operator.matvec(x)).tolist() == [3, 12]
+    assert operator.matvec(x, 2.0, 0.0, out) is out
+    assert device.get(out).tolist() == [6, 24]
+    assert device.get(operator.rmatvec(device.put(np.ones(2)), 1.0, 1.0, device.put(np.ones(3)))).tolist() == [4, 6, 8]
+
+
+@pytest.mark.skipif(has_gpu(), reason="SciPy's operators multiply NumPy arrays")
+def test_operator_of_scipy(device, rng):
+    a, b = system(rng, 20, 6)
+    operator = SciPyOperator(a.shape, matvec=lambda x: a @ x, rmatvec=lambda u: a.T @ u, dtype=a.dtype)
+    assert_same(device, rawops.lsmr(operator, b), scipy_lsmr(a, b))
+
+
+def test_operator_that_returns_nonsense_raises(device):
+    operator = rawops.LinearOperator((3, 2), lambda x: x, lambda u: u[:2], "float64")
+    with pytest.raises(ValueError, match=r"A must return an array of shape \(3,\) from matvec, got \(2,\)"):
+        rawops.lsmr(operator, device.put(np.ones(3)))
+
+
+# --- the loop -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [2, 5])
+@pytest.mark.parametrize("maxiter", [3, 50])
+def test_iterations_past_the_stop_change_nothing(device, rng, monkeypatch, chunk, maxiter):
+    """The same bits with a look at the state after every iteration and after several."""
+    a, b = system(rng, 20, 6, (1, 2, 3, 4))
+    results = []
+    for size in (1, chunk):
+        monkeypatch.setattr(Engine, "_chunk", lambda self, size=size: size)
+        results.append(rawops.lsmr(device.put(a), device.put(b), maxiter=maxiter, history=True))
+    first, second = results
+    assert first[1:] == second[1:]
+    assert (device.get(first.x) == device.get(second.x)).all()
+    for name in NORMS:
+        assert (first.history[name] == second.history[name]).all()
+
+
+def test_history_and_callback(device, rng):
+    a, b = system(rng, 20, 6, (1, 2, 3, 4))
+    seen = []
+    ours = rawops.lsmr(device.put(a), device.put(b), history=True, callback=seen.append)
+    assert [iteration.itn for iteration in seen] == list(range(1, ours.itn + 1))
+    for name in NORMS:
+        assert ours.history[name].tolist() == [getattr(iteration, name) for iteration in seen]
+        assert ours.history[name][-1] == getattr(ours, name)
+    for itn in (1, 2):
+        _, _, _, *norms = scipy_lsmr(a, b, maxiter=itn)
+        np.testing.assert_allclose([ours.history[name][itn - 1] for name in NORMS], norms, rtol=1e-8)
+
+
+def test_solver_is_used_again(device, rng):
+    a, b = system(rng, 20, 6)
+    solver = rawops.LSMR(device.put(a), damp=0.3)
+    first = solver.solve(device.put(b))
+    kept = device.get(first.x).copy()
+    other = solver.solve(device.put(b + 1), device.put(np.ones(6)))
+    assert_same(device, other, scipy_lsmr(a, b + 1, damp=0.3, x0=np.ones(6)))
+    assert (device.get(first.x) == kept).all()
+    again = solver.solve(device.put(b))
+    assert again[1:] == first[1:]
+    assert (device.get(again.x) == kept).all()
+
+
+def test_show(device, rng, capsys):
+    a, b = system(rng, 20, 6)
+    rawops.lsmr(device.put(a), device.put(b), show=True)
+    assert "istop 2: the least-squares solution to the tolerance atol" in capsys.readouterr().out
+
+
+# --- the status -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("damp", "starts"), [(0.0, False), (0.7, False), (0.7, True)])
+def test_status_holds_the_true_norms(device, rng, damp, starts):
+    a, b = system(rng, 30, 8, np.linspace(1, 9, 8))
+    x0 = rng.standard_normal(8) if starts else np.zeros(8)
+    ours = rawops.lsmr(device.put(a), device.put(b), damp, maxiter=3, x0=device.put(x0) if starts else None)
+    x = device.get(ours.x)
+    r = b - a @ x
+    assert ours.status.normr == pytest.approx(np.hypot(np.linalg.norm(r), damp * np.linalg.norm(x - x0)))
+    assert ours.status.normar == pytest.approx(np.linalg.norm(a.T @ r - damp**2 * (x - x0)))
+    assert ours.status.message == "maxiter reached"
+    assert not ours.status.converged
+
+
+def test_status_tells_false_convergence(device):
+    """A rmatvec that is not the adjoint of matvec: the recurrences believe it, the residual does not."""
+    a = device.put(np.diag([1.0, 2, 3]))
+    operator = rawops.LinearOperator((3, 3), lambda x: a @ x, lambda u: a @ u[::-1], "float64")
+    ours = rawops.lsmr(operator, device.put(np.array([1.0, 5, 2])), maxiter=20)
+    assert ours.istop in (1, 2)
+    assert ours.status.is_false
+    assert not ours.status.converged
+    assert "false convergence" in str(ours.status)
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (TypeError, "damp must be a real number, got None", {"damp": None}),
+        (TypeError, "atol must be a real number, got 'x'", {"atol": "x"}),
+        (TypeError, "maxiter must be an integer, got 2.5", {"maxiter": 2.5}),
+        (ValueError, "vectors must be None or 'float64', got 'float16'", {"vectors": "float16"}),
+        (ValueError, r"b must have shape \(4,\) or \(4, 1\), got shape \(4, 2\)", {"b": np.ones((4, 2))}),
+        (ValueError, r"b must have shape \(4,\) or \(4, 1\), got shape \(3,\)", {"b": np.ones(3)}),
+        (ValueError, r"x0 must have shape \(3,\) or \(3, 1\), got shape \(4,\)", {"x0": np.ones(4)}),
+        (TypeError, "b must be a GPU array, got None", {"b": None}),
+        (TypeError, "A must be a matrix or an operator, got int. Pass a SparseMatrix", {"A": 3}),
+        (ValueError, r"A must have 2 dimensions, got shape \(3,\)", {"A": np.ones(3)}),
+    ],
+)
+def test_mistakes(device, error, message, options):
+    arguments = put_all(device, **{"A": np.ones((4, 3)), "b": np.ones(4), **options})
+    with pytest.raises(error, match=f"^lsmr: {message}"):
+        rawops.lsmr(**arguments)
+
+
+def test_host_arrays_are_refused():
+    with pytest.raises((TypeError, ImportError), match=r"cupy\.asarray|emulate"):
+        rawops.lsmr(np.eye(3), np.ones(3))
+
+
+# --- the real systems -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_systems():
+    import gzip
+    from pathlib import Path
+
+    from scipy.io import mmread
+
+    found = {}
+    for name in ("well1033", "illc1033"):
+        files = (Path(__file__).parent / "data" / f"{name}{part}.mtx.gz" for part in ("", "_rhs1"))
+        matrix, rhs = (mmread(gzip.open(file)) for file in files)
+        found[name] = matrix.toarray(), np.asarray(rhs).ravel()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "tolerance"), itertools.product(("well1033", "illc1033"), (1e-6, 1e-12)))
+def test_well1033_and_illc1033(device, real_systems, name, tolerance):
+    a, b = real_systems[name]
+    conlim = 1e8 if tolerance == 1e-6 else 1e12
+    options = {"atol": tolerance, "btol": tolerance, "conlim": conlim, "maxiter": 10000}
+    expected = scipy_lsmr(a, b, **options)
+    ours = rawops.lsmr(device.put(a), device.put(b), **options)
+    print(name, tolerance, ours[1:], expected[1:])
+    assert ours.istop == expected[1] == 2
+    assert ours.itn == pytest.approx(expected[2], rel=0.03)
+    assert ours.normr == pytest.approx(0.7521579, rel=1e-6)
+    assert ours.status.converged
+
+
+@pytest.mark.gpu
+def test_false_convergence_in_float32_is_reported(device, real_systems):
+    a, b = (device.put(x.astype(np.float32)) for x in real_systems["illc1033"])
+    ours = rawops.lsmr(a, b, maxiter=10000)
+    print(ours[1:], ours.status)
+    assert ours.status.normr == pytest.approx(0.7521579, rel=1e-2)
+    assert ours.istop != 1 or ours.status.is_false
+    mixed = rawops.lsmr(a, b, maxiter=10000, vectors="float64")
+    assert mixed.istop == 2
+    assert mixed.status.converged
