@@ -17,9 +17,9 @@ from rawops.errors import (
 )
 from rawops.gemm import Gemm, gemm, grouped_gemm
 from rawops.lora import FusedLoRA, lora_linear
+from rawops.lsmr import LSMR, LinearOperator, LSMRResult, lsmr
 from rawops.paged_kv import append_paged_kv, paged_attention
 from rawops.sparse import SparseMatrix
-from rawops.lsmr import LSMR, LinearOperator, LSMRResult, lsmr
 
 __version__ = "0.1.0"
 

@@ -1,8 +1,8 @@
 """The iteration of LSMR as launches, and the loop that runs ahead of the device without ever making it wait.
 
-An iteration is the product with A, one block that finishes the norm of u and tests the last x, the product with A^H, and
-the update of hbar, x and h. Iterations go out in chunks; the host reads the state of one chunk while the next one runs.
-Iterations past the stop change nothing, so that the result is that of the first stop whatever the size of a chunk.
+An iteration is the product with A, one block that finishes the norm of u and tests the last x, the product with A^H,
+and the update of hbar, x and h. Iterations go out in chunks; the host reads the state of one chunk while the next one
+runs. Iterations past the stop change nothing, so the result is that of the first stop whatever the size of a chunk.
 """
 
 from __future__ import annotations

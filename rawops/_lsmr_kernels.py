@@ -112,7 +112,7 @@ class Vectors:
         self.kernel(LOAD).launch(self.grid(rows), (THREADS, 1, 1), values)
 
     def combine(self, scalars: Pair, w, y, partials=None, slices: int = 1, scale=None) -> None:
-        """Compute y = alpha * scale * (sum of the slices of w) + beta * y, and leave the partial sums of its squares."""
+        """Compute y = alpha * scale * (sum of the slices of w) + beta * y, with the partial sums of its squares."""
         rows, pointer = y.shape[0], self.device.pointer
         values = (pointer(scalars.alpha), pointer(scalars.beta), scalars.stride, pointer(w), slices, pointer(scale))
         values += (pointer(y), rows, self.columns, pointer(partials))

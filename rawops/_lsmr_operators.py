@@ -1,8 +1,8 @@
 """What LSMR multiplies with: every kind of matrix as y = alpha op(A) x + beta y with scalars on the device.
 
-A product here has ``shape``, ``dtype`` and ``device`` (None: any), and ``bind`` makes it ready for vectors of one kind. What
-comes of that has ``is_captured`` (it may be recorded in a CUDA graph), ``num_partials``, and ``apply``, which leaves the
-partial sums of |y|^2 behind. With alpha = 0 and beta = 1 there is nothing to do: the solver has stopped.
+A product here has ``shape``, ``dtype`` and ``device`` (None: any), and ``bind`` makes it ready for vectors of one kind.
+What comes of that has ``is_captured`` (it may be recorded in a CUDA graph), ``num_partials``, and ``apply``, which
+leaves the partial sums of |y|^2 behind. With alpha = 0 and beta = 1 there is nothing to do: the solver has stopped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rawops._lsmr_kernels import DTYPES, GEMV, THREADS, Pair, Vectors, real_and_
 from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
+from rawops.sparse import SparseMatrix
 
 _WARPS_WANTED = 2048  # in flight, for a product to run at the speed of memory
 
@@ -189,7 +190,7 @@ class EmptyProduct:
 
 def product_of(function: str, A):
     """Return the product with a matrix or operator of any kind the solvers take."""
-    if hasattr(A, "_apply"):
+    if isinstance(A, SparseMatrix):
         product = SparseProduct(A)
     elif hasattr(A, "tocsr"):
         product = SparseProduct(_from_sparse(function, A))
@@ -217,8 +218,6 @@ def _dense(function: str, A):
 
 def _from_sparse(function: str, A):
     """Return a SparseMatrix of CuPy's sparse matrix, or under emulation of SciPy's."""
-    from rawops.sparse import SparseMatrix  # here, since it is the one op that another one may do without
-
     if type(A).__module__.partition(".")[0] == "cupyx":
         return SparseMatrix.from_cupy(A)
     if devices.emulated() is None:

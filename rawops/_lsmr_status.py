@@ -44,7 +44,7 @@ class Status:
     message : str
         What `istop` means.
     normr, normar : float
-        True norms of b - A x (damped: with damp (x - x0) below it) and of A^H r - damp^2 (x - x0), in the vectors' type.
+        True norms of b - A x (damped: with damp (x - x0) below it) and of A^H r - damp^2 (x - x0).
     converged : bool
         The stop code says solved (0, 1, 2, 4 or 5) and the true norms agree.
     is_false : bool
@@ -89,9 +89,7 @@ class Status:
 
     def __str__(self) -> str:
         text = f"istop {self.istop}: {self.message}; true ||r|| {self.normr:.4g}, ||A^H r|| {self.normar:.4g}"
-        return (
-            f"{text}. The estimates say solved and the true norms do not: false convergence" if self.is_false else text
-        )
+        return f"{text}. False convergence: the estimates say solved, the true norms do not" if self.is_false else text
 
     def __repr__(self) -> str:
         return f"<Status {self}>"

@@ -1,8 +1,8 @@
 """LSMR: least squares and linear systems by iteration, without leaving the GPU.
 
-The method is that of D. C.-L. Fong and M. Saunders, "LSMR: An iterative algorithm for sparse least-squares problems" (SIAM
-J. Sci. Comput. 33, 2011), with SciPy's meaning of every argument and result. The iteration is in _lsmr_engine.py, what
-it multiplies with in _lsmr_operators.py.
+The method is that of D. C.-L. Fong and M. Saunders, "LSMR: An iterative algorithm for sparse least-squares problems"
+(SIAM J. Sci. Comput. 33, 2011), with SciPy's meaning of every argument and result. The iteration is in
+_lsmr_engine.py, what it multiplies with in _lsmr_operators.py.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class LSMRResult(namedtuple("LSMRResult", "x istop itn normr normar norma conda 
         The solution, on the device.
     istop : int
         0: x = x0 (or 0) is the solution. 1: A x = b to the tolerances. 2: the least-squares solution to the tolerance.
-        3: the condition estimate passed `conlim`. 4, 5, 6: as 1, 2, 3, to the precision of float64. 7: `maxiter` reached.
+        3: the condition estimate passed `conlim`. 4, 5, 6: as 1, 2, 3, to the precision of float64. 7: `maxiter`.
     itn : int
     normr, normar, norma, conda, normx : float
-        Norms of r = b - A x (with damping, of the residual of the damped system), of A^H r - damp^2 (x - x0), of A and its
-        condition, and of x: estimates of the recurrences, but for the norm of x.
+        Norms of r = b - A x (with damping, of the residual of the damped system), of A^H r - damp^2 (x - x0), of A and
+        its condition, and of x: estimates of the recurrences, but for the norm of x.
     history : dict of array (itn,), or None
         The same five by iteration, if asked for.
     status : Status
@@ -80,8 +80,8 @@ class LSMR:
 
     Notes
     -----
-    One solver belongs on one stream at a time. Workspace besides A and b: u of m elements and v, x, h and hbar of n, some
-    thousand float64 numbers for sums, and the result.
+    One solver belongs on one stream at a time. Workspace besides A and b: u of m elements and v, x, h and hbar of n,
+    some thousand float64 numbers for sums, and the result.
     """
 
     _function = "LSMR"
@@ -184,9 +184,9 @@ def lsmr(
     Parameters
     ----------
     A : SparseMatrix, array (m, n), sparse matrix or operator
-        Any of: a `rawops.SparseMatrix`; a dense array of any strides; CuPy's sparse matrices, which are converted (make a
-        `SparseMatrix` once, where there are several solves); an object with ``shape``, ``dtype``, ``matvec`` and
-        ``rmatvec``, such as a `LinearOperator`.
+        Any of: a `rawops.SparseMatrix`; a dense array of any strides; CuPy's sparse matrices, which are converted (make
+        a `SparseMatrix` once, where there are several solves); an object with ``shape``, ``dtype``, ``matvec`` and
+        ``rmatvec``, such as a `LinearOperator`. Integers in it count as float64.
     b : array (m,) or (m, 1), or sparse matrix (m, 1)
     damp : float
         Damping of x - x0.
@@ -207,8 +207,8 @@ def lsmr(
     history : bool
         Keep the norms of every iteration in ``.history`` of the result.
     vectors : {None, "float64"}
-        "float64" keeps vectors in float64 (complex128) where A and b are float32 (complex64). Otherwise vectors have the
-        common type of A, b and x0, at least float32; integers count as float64 where nothing else says more.
+        "float64" keeps vectors in float64 (complex128) where A and b are float32 (complex64). Otherwise vectors have
+        the common type of A, b and x0, at least float32; integers in b and x0 take the type that the others have.
 
     Returns
     -------
@@ -222,11 +222,11 @@ def lsmr(
 
     Notes
     -----
-    All scalars, sums of squares and stopping tests are float64 and stay on the device, so that with float64 vectors stop
-    code and iteration count are SciPy's. In float32 a few per cent more iterations are usual, and the estimates may drift
-    from the truth on an ill-conditioned system: the true norms are computed once at the end, and ``.status`` says where
-    they contradict the stop code. As with SciPy, ||A|| is over-estimated and the condition under-estimated severalfold, so
-    that `conlim` rarely stops anything. NaN and infinities in A or b run to `maxiter`: istop 7.
+    All scalars, sums of squares and stopping tests are float64 and stay on the device, so that with float64 vectors
+    stop code and iteration count are SciPy's. In float32 a few per cent more iterations are usual, and the estimates
+    may drift from the truth on an ill-conditioned system: the true norms are computed once at the end, and ``.status``
+    says where they contradict the stop code. As with SciPy, ||A|| is over-estimated and the condition under-estimated
+    severalfold, so that `conlim` rarely stops anything. NaN and infinities in A or b run to `maxiter`: istop 7.
 
     The host reads the state every few iterations, one chunk behind; no iteration waits for it. Use `LSMR` to solve with
     one A repeatedly. Workspace besides A and b: m + 4 n elements, x among them, and some thousand float64 numbers.

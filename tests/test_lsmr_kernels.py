@@ -1,0 +1,109 @@
+"""The kernels of LSMR one by one, with all checks of the emulator on: exact on small integers."""
+
+import numpy as np
+import pytest
+
+import rawops
+from rawops._lsmr_kernels import Pair, Vectors
+from rawops._lsmr_operators import product_of
+from rawops._runtime import arrays
+
+
+def vectors_of(device, dtype, columns):
+    array = device.put(np.zeros(1))
+    return Vectors(arrays.device_of("test", array=array), dtype, columns)
+
+
+def integers(rng, shape, dtype):
+    x = rng.integers(-4, 5, shape)
+    return (x + 1j * rng.integers(-4, 5, shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
+
+
+def squares(x):
+    return (x.real.astype("float64") ** 2 + x.imag.astype("float64") ** 2).sum(axis=0)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 8, 33])
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_load(device, rng, dtype, columns):
+    vectors, rows = vectors_of(device, dtype, columns), 77
+    wide = integers(rng, (2 * rows, 2 * columns), dtype)
+    source, target = device.put(wide)[::2, 1::2], device.guarded((rows, columns), dtype)
+    partials = device.guarded((vectors.blocks(rows), columns), "float64")
+    vectors.load(source, target, partials)
+    assert (device.get(target) == wide[::2, 1::2]).all()
+    assert (device.get(partials).sum(axis=0) == squares(wide[::2, 1::2])).all()
+
+
+@pytest.mark.parametrize("columns", [1, 3, 33])
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+@pytest.mark.parametrize(("alpha", "beta"), [(2, 3), (2, 0), (0, 3), (0, 0)])
+def test_combine(device, rng, dtype, columns, alpha, beta):
+    """What a factor of 0 leaves out is NaN here."""
+    vectors, rows, slices = vectors_of(device, dtype, columns), 70, 2
+    shape = (rows,) if columns == 1 else (rows, columns)
+    w = integers(rng, (slices, *shape), dtype) if alpha else np.full((slices, *shape), np.nan, dtype)
+    y = integers(rng, shape, dtype) if beta else np.full(shape, np.nan, dtype)
+    scale = np.arange(rows) % 3
+    scalars = [device.put(np.full(2 * columns, value, float))[::2] for value in (alpha, beta)]
+    result = device.guarded(shape, dtype)
+    result[...] = device.put(y)
+    partials = device.guarded((vectors.blocks(rows), columns), "float64")
+    pair = Pair(*scalars, 2)
+    given = device.put(scale.astype(vectors.dtype.char.lower() if dtype == "float64" else "float32"))
+    vectors.combine(pair, device.put(w), result, partials, slices, given)
+    factor = scale.reshape(-1, *(1,) * (len(shape) - 1))
+    expected = (alpha * factor * w.sum(axis=0) if alpha else 0) + (beta * y if beta else np.zeros_like(y))
+    assert (device.get(result) == expected).all()
+    assert (device.get(partials).sum(axis=0) == squares(expected)).all()
+
+
+def test_combine_leaves_stopped_columns_alone(device, rng):
+    vectors, y = vectors_of(device, "float32", 2), np.full((9, 2), np.nan, "float32")
+    y[:, 1] = 1
+    alpha, beta = device.put(np.array([0.0, 2])), device.put(np.array([1.0, 3]))
+    result, w = device.put(y), device.put(np.ones((9, 2), "float32"))
+    vectors.combine(Pair(alpha, beta, 1), w, result)
+    assert np.isnan(device.get(result)[:, 0]).all()
+    assert (device.get(result)[:, 1] == 5).all()
+
+
+@pytest.mark.parametrize("count", [1, 63, 300])
+def test_shorten(device, rng, count):
+    vectors = vectors_of(device, "float32", 3)
+    partials = integers(rng, (count, 3), "float64")
+    for rows in (1, 64):
+        shorter = device.guarded((rows, 3), "float64")
+        vectors.shorten(device.put(partials), shorter)
+        assert (device.get(shorter).sum(axis=0) == partials.sum(axis=0)).all()
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize(
+    ("matrix", "dtype"), [("float32", "float32"), ("float32", "complex128"), ("complex64", "complex64")]
+)
+@pytest.mark.parametrize("shape", [(40, 9), (3, 700)])
+def test_gemv(device, rng, matrix, dtype, shape, columns):
+    """Both directions, both orders in memory, over several slices."""
+    a = integers(rng, shape, matrix)
+    one = device.put(np.ones(columns))
+    for stored in (device.put(a), device.put(np.ascontiguousarray(a.T)).T):
+        vectors = vectors_of(device, dtype, columns)
+        product = product_of("test", stored).bind(vectors)
+        for transposed, op in ((False, a), (True, a.conj().T)):
+            x = integers(rng, (op.shape[1], columns), dtype)
+            y = device.guarded((op.shape[0], columns), dtype)
+            partials = vectors.partials(product.num_partials(transposed))
+            product.apply(transposed, device.put(x), y, Pair(one, one * 0, 1), partials)
+            expected = op.astype("complex128") @ x
+            assert (device.get(y) == expected).all()
+            assert (device.get(partials).sum(axis=0) == squares(expected)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_whole_solve_passes_the_checks(device, rng, dtype):
+    a, b = integers(rng, (20, 6), dtype), integers(rng, 20, dtype)
+    ours = rawops.lsmr(device.put(a), device.put(b), damp=0.5, maxiter=8)
+    stacked, zeros = np.vstack([a, 0.5 * np.eye(6)]), np.zeros(6)
+    expected = np.linalg.lstsq(stacked.astype("complex128"), np.concatenate([b, zeros]))[0]
+    np.testing.assert_allclose(device.get(ours.x), expected, atol=1e-4)
