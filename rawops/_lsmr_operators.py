@@ -13,9 +13,7 @@ import numpy as np
 
 from rawops._lsmr_kernels import DTYPES, GEMV, THREADS, Pair, Vectors, real_and_parts
 from rawops._runtime import arrays, checks
-from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
-from rawops.sparse import SparseMatrix
 
 _WARPS_WANTED = 2048  # in flight, for a product to run at the speed of memory
 
@@ -189,11 +187,9 @@ class EmptyProduct:
 
 
 def product_of(function: str, A):
-    """Return the product with a matrix or operator of any kind the solvers take."""
-    if isinstance(A, SparseMatrix):
+    """Return the product with a `SparseMatrix`, a dense array or an operator."""
+    if hasattr(A, "_apply"):
         product = SparseProduct(A)
-    elif hasattr(A, "tocsr"):
-        product = SparseProduct(_from_sparse(function, A))
     elif hasattr(A, "rmatvec") and hasattr(A, "matvec"):
         product = PythonProduct(function, A)
     else:
@@ -214,13 +210,3 @@ def _dense(function: str, A):
             checks.dtype(function, "A", A, DTYPES)
         A = A.astype("float32" if A.dtype.itemsize == 2 and A.dtype.kind == "f" else "float64")
     return A
-
-
-def _from_sparse(function: str, A):
-    """Return a SparseMatrix of CuPy's sparse matrix, or under emulation of SciPy's."""
-    if type(A).__module__.partition(".")[0] == "cupyx":
-        return SparseMatrix.from_cupy(A)
-    if devices.emulated() is None:
-        hint = "Move it with rawops.SparseMatrix.from_scipy(A), once for all solves."
-        fail(TypeError, function, "A", "be on the GPU", f"SciPy's {type(A).__name__}", hint)
-    return SparseMatrix.from_scipy(A)

@@ -18,7 +18,9 @@ from rawops._lsmr_engine import HISTORY, Engine, Settings
 from rawops._lsmr_operators import LinearOperator, product_of
 from rawops._lsmr_status import Progress, Status
 from rawops._runtime import arrays, checks
+from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
+from rawops.sparse import SparseMatrix
 
 __all__ = ["LSMR", "LSMRResult", "LinearOperator", "lsmr"]
 
@@ -30,6 +32,16 @@ def _current(device):
     import cupy
 
     return cupy.cuda.Device(device.ordinal)
+
+
+def _sparse_matrix(function: str, A):
+    """Return a SparseMatrix of CuPy's sparse matrix, or under emulation of SciPy's."""
+    if type(A).__module__.partition(".")[0] == "cupyx":
+        return SparseMatrix.from_cupy(A)
+    if devices.emulated() is None:
+        hint = "Move it with rawops.SparseMatrix.from_scipy(A), once for all solves."
+        fail(TypeError, function, "A", "be on the GPU", f"SciPy's {type(A).__name__}", hint)
+    return SparseMatrix.from_scipy(A)
 
 
 class LSMRResult(namedtuple("LSMRResult", "x istop itn normr normar norma conda normx")):
@@ -87,7 +99,8 @@ class LSMR:
     _function = "LSMR"
 
     def __init__(self, A, *, damp=0.0, atol=1e-6, btol=1e-6, conlim=1e8, maxiter=None, vectors=None) -> None:
-        self._product = product_of(self._function, A)
+        is_foreign = hasattr(A, "tocsr") and not isinstance(A, SparseMatrix)
+        self._product = product_of(self._function, _sparse_matrix(self._function, A) if is_foreign else A)
         self.shape = self._product.shape
         numbers = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
         damp, atol, btol, conlim = (checks.number(self._function, name, value) for name, value in numbers.items())
