@@ -1,10 +1,16 @@
-"""Command line: ``python -m rawops info | demo | kernels | compile | bench | cache``; exits 0, 1 failed, 2 usage."""
+"""Command line: ``python -m rawops info | demo | kernels | compile | bench | explain | cache``.
+
+Exits 0, 1 failed, 2 usage.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
+import pkgutil
+import re
 import runpy
 import sys
 import time
@@ -12,7 +18,9 @@ import traceback
 from pathlib import Path
 
 import rawops
-from rawops._runtime import cache, checks, compiler, sources
+from rawops._runtime import boards, cache, checks, compiler, sources
+from rawops._runtime.explain import launch_row
+from rawops._runtime.paper import PaperDevice
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +66,16 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true")
     sub = command("bench", _bench, "time an op beside its rivals (needs a checkout with bench/)")
     sub.add_argument("op")
+    sub = command("explain", _explain, "which kernels a call takes and why, on paper: no GPU is needed, nothing runs")
+    ops = sub.add_subparsers(dest="op", required=True)
+    for op, module in _explainers().items():
+        sub = ops.add_parser(op, help=module.__doc__.splitlines()[0], description=module.__doc__)
+        module.add_arguments(sub)
+        sub.add_argument("--gpu", choices=boards.BOARDS, default="H200", help="whose speeds and SMs to reckon with")
+        sub.add_argument("--arch", help="another architecture than the board's")
+        sub.add_argument("--sm-count", type=int, help="another number of SMs")
+        sub.add_argument("--json", action="store_true")
+        sub.set_defaults(explain=module.explain)
     sub = command("cache", _cache, "where compiled kernels are kept, and how many")
     sub.add_argument("--clear", action="store_true", help="delete them")
     sub.add_argument("--json", action="store_true")
@@ -165,6 +183,41 @@ def _compile(options) -> int:
         state = f"{len(lines)} with spills or advisories" if lines else "no spills"
         print(f"compiled for {', '.join(archs)} in {seconds:.1f} s: {state}")
     return 1 if lines else 0
+
+
+# --- explain --------------------------------------------------------------------------------------------------------
+
+
+def _explainers() -> dict:
+    """Return the modules that explain an op, by its name: see rawops/_runtime/explain.py."""
+    names = (re.fullmatch("_(.+)_explain", module.name) for module in pkgutil.iter_modules(rawops.__path__))
+    return {name[1]: importlib.import_module(f"rawops.{name[0]}") for name in names if name}
+
+
+def _explain(options) -> int:
+    board = boards.board_of(options.gpu, options.arch, options.sm_count)
+    device = PaperDevice(board)
+    found = options.explain(options, device)
+    launches = [launch_row(launch, board) for launch in device.launches]
+    if options.json:
+        facts = {name: value for name, value, _ in found.facts}
+        line = {"call": found.title, "why": found.why, "launches": launches, **facts, "candidates": found.candidates}
+        print(json.dumps(line))
+        return 0
+    print(found.title)
+    for sentence in found.why:
+        print(sentence)
+    for title, rows in (("launches", launches), ("candidates, the chosen one first", found.candidates)):
+        if rows:
+            columns = list(rows[0])
+            _table(title, columns, [[_shown(row[c]) for c in columns] for row in rows], None)
+    for name, value, how in found.facts:
+        print(f"{name:<18} {_shown(value):>16}   {how}")
+    return 0
+
+
+def _shown(value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # --- demo, bench, cache ---------------------------------------------------------------------------------------------

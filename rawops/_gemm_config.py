@@ -197,6 +197,9 @@ class Problem:
     def accumulator(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"
 
+    def tiles(self, tile: Tile) -> int:
+        return -(-self.M // tile.block_m) * -(-self.N // tile.block_n) * self.batches
+
 
 @dataclass(frozen=True)
 class Config:
@@ -207,6 +210,15 @@ class Config:
     k_per_split: int
 
 
+def candidates(problem: Problem, max_shared_bytes: int) -> list[Tile]:
+    """Return the tiles that come into question, the largest first."""
+    itemsize = dtypes.itemsize(problem.dtype)
+    fitting = [t for t in TILES[problem.kind] if t.shared_bytes(itemsize) <= max_shared_bytes]
+    tallest = next((t.block_m for t in reversed(fitting) if t.block_m >= problem.M), fitting[0].block_m)
+    shortest = min(tallest, 64)  # below 64 rows a tile reads b more often than it needs to
+    return [t for t in fitting if shortest <= t.block_m <= tallest]
+
+
 def select_config(problem: Problem, sm_count: int, max_shared_bytes: int, split_k: int | None = None) -> Config:
     """Choose tile and split for a problem; pure arithmetic.
 
@@ -214,15 +226,9 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int, split_
     smallest leaves SMs idle, K is split until they are busy, as long as a slice keeps at least 256 bytes a row.
     """
     itemsize = dtypes.itemsize(problem.dtype)
-    candidates = [t for t in TILES[problem.kind] if t.shared_bytes(itemsize) <= max_shared_bytes]
-    tallest = next((t.block_m for t in reversed(candidates) if t.block_m >= problem.M), candidates[0].block_m)
-    shortest = min(tallest, 64)  # below 64 rows a tile reads b more often than it needs to
-    candidates = [t for t in candidates if shortest <= t.block_m <= tallest]
-
-    def tiles(tile: Tile) -> int:
-        return -(-problem.M // tile.block_m) * -(-problem.N // tile.block_n) * problem.batches
-
-    tile = next((t for t in candidates if 6 * tiles(t) >= 5 * sm_count), candidates[-1])
+    tiles = problem.tiles
+    fitting = candidates(problem, max_shared_bytes)
+    tile = next((t for t in fitting if 6 * tiles(t) >= 5 * sm_count), fitting[-1])
     k_blocks = max(1, -(-problem.K // tile.block_k))
     if split_k is None:
         resident = sm_count * (2 if 2 * tile.shared_bytes(itemsize) <= max_shared_bytes and tile.threads <= 128 else 1)

@@ -145,6 +145,12 @@ class Problem:
     def k_blocks(self) -> int:
         return -(-self.K // BLOCK_K)
 
+    def row_tiles(self, block_m: int) -> int:
+        """Rows of tiles of all batches; of groups, as many as to expect, for the last tile of each is half empty."""
+        if self.grouped:
+            return max(self.batches, self.batches * (2 * self.M + block_m) // (2 * block_m))
+        return self.batches * -(-self.M // block_m)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -202,6 +208,11 @@ class Config:
 
 def select_config(problem: Problem, sm_count: int, max_shared_bytes: int) -> Config:
     """Choose the tile that finishes first; pure arithmetic, see `_cost`."""
+    return candidates(problem, sm_count, max_shared_bytes)[0]
+
+
+def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[Config]:
+    """Return the configurations that fit, the cheapest first."""
     step = 32 if problem.parts == 2 else 16
     if not problem.b_k_major:  # boxes of 64 columns
         step = 64 * problem.parts
@@ -213,17 +224,17 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int) -> Con
         ways = [(1, False, False), (1, True, False), *((cluster, False, False) for cluster in _CLUSTERS)]
     ragged = 2 if problem.grouped else 1  # the last tile of a group is half empty on average
     heights = (64,) if problem.M <= 64 else (64, 128) if 128 * ragged >= problem.M else (128,)
-    candidates = []
+    found = []
     for block_m, (cluster, ping_pong, rides) in itertools.product(heights, ways):
         if cluster <= problem.k_blocks:
             unit = math.lcm(step, 16 * problem.parts * cluster)
             widest = 256 if block_m == 64 or not (ping_pong or cluster > 1) else 128 if ping_pong else 192
-            candidates += [
+            found += [
                 configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)
                 for width in range(unit, widest + 1, unit)
             ]
-    fitting = [c for c in candidates if c.stages >= _MIN_STAGES]
-    return min(fitting, key=lambda c: (c.cost, c.ping_pong, c.cluster, -c.block_n))
+    fitting = [c for c in found if c.stages >= _MIN_STAGES]
+    return sorted(fitting, key=lambda c: (c.cost, c.ping_pong, c.cluster, -c.block_n))
 
 
 def configure(
@@ -238,19 +249,20 @@ def configure(
 ) -> Config:
     """Complete a configuration with as many stages as fit, the order of tiles, and its cost."""
     tiles_m, tiles_n = -(-problem.M // block_m), -(-problem.N * problem.parts // block_n)
-    tiles = tiles_m * tiles_n * problem.batches
-    if problem.grouped:
-        tiles = max(1, (2 * problem.M + block_m) // (2 * block_m) * problem.batches) * tiles_n
-    at_a_time = sm_count // cluster
-    if cluster > 2:  # the SMs that a cluster can be placed on together are not all a multiple of it
-        at_a_time = sm_count * 9 // 10 // cluster
-    waves = -(-tiles // max(at_a_time, 1))
+    tiles = problem.row_tiles(block_m) * tiles_n
+    at_a_time = tiles_at_a_time(cluster, sm_count)
+    waves = -(-tiles // at_a_time)
     bands = -(-tiles_m // _RASTER_ROWS)
     blocks = tiles * cluster if cluster > 1 else sm_count if problem.grouped else min(tiles, sm_count)
     config = Config(block_m, block_n, 0, cluster, ping_pong, rides, -(-tiles_m // bands), blocks, waves, 0)
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
     config = replace(config, stages=max(min(stages, _MAX_STAGES), 0))
-    return replace(config, cost=_cost(problem, config, sm_count, tiles, max(at_a_time, 1)))
+    return replace(config, cost=_cost(problem, config, sm_count, tiles, at_a_time))
+
+
+def tiles_at_a_time(cluster: int, sm_count: int) -> int:
+    # The SMs that a larger cluster can be placed on together are not all a multiple of it.
+    return max(1, (sm_count if cluster <= 2 else sm_count * 9 // 10) // cluster)
 
 
 def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time: int) -> int:

@@ -145,7 +145,7 @@ def test_version_and_help(capsys):
     assert code == 0 and out.startswith("rawops ")
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    for command in ("info", "demo", "kernels", "compile", "bench", "cache"):
+    for command in ("info", "demo", "kernels", "compile", "bench", "explain", "cache"):
         assert command in out
 
 

@@ -17,10 +17,11 @@ TOP = {"", "__main__", "_demo"}  # "" is rawops/__init__.py, which gathers the p
 # Top to bottom: a module of the runtime imports from the lines below its own.
 RUNTIME = [
     {"custom"},
-    {"kernel"},
+    {"explain"},
+    {"kernel", "paper"},
     {"arrays"},
     {"device"},
-    {"compiler", "tensormap"},
+    {"boards", "compiler", "tensormap"},
     {"cache", "checks", "sources"},
     {"dtypes"},
 ]
@@ -112,7 +113,7 @@ def allowed(importer: str, target: str) -> bool:
     if other == "_emulator":
         return importer == "_runtime.device"
     if target in OPS:
-        return (importer, target) in SIDEWAYS
+        return (importer, target) in SIDEWAYS or importer == f"_{target}_explain"
     ops = op_of(importer), op_of(target)
     return None not in ops and (ops[0] == ops[1] or ops in SIDEWAYS)
 
@@ -175,6 +176,7 @@ def test_rules_allow_and_forbid():
         ("_gemm_call", "_gemm_sm90"),
         ("lora", "_gemm_call"),
         ("_lora_config", "_gemm_config"),
+        ("_gemm_explain", "gemm"),
         ("", "gemm"),
     ]:
         assert allowed(*edge), edge
@@ -182,6 +184,7 @@ def test_rules_allow_and_forbid():
         ("gemm", "lora"),
         ("attention", "_gemm_sm90"),
         ("_gemm_config", "_lora_config"),
+        ("_gemm_explain", "lora"),
         ("_gemm_sm90", "gemm"),
         ("gemm", "_emulator"),
         ("gemm", ""),

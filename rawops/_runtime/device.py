@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import functools
@@ -15,6 +16,7 @@ import numpy as np
 
 from rawops import config
 from rawops._runtime import checks, compiler
+from rawops._runtime.boards import LIMITS
 from rawops._runtime.checks import fail
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -199,8 +201,7 @@ def cuda(ordinal: int) -> CudaDevice:
 
 # --- the emulator ---------------------------------------------------------------------------------------------------
 
-# What the emulator stands in for: SM count and shared memory a block of a card of each capability.
-_CARDS = {80: (108, 166912), 86: (84, 101376), 89: (142, 101376), 90: (132, 232448)}
+_SM_COUNTS = {80: 108, 86: 84, 89: 142, 90: 132}  # of the cards that the emulator stands in for, by capability
 
 
 class EmulatedDevice:
@@ -210,10 +211,11 @@ class EmulatedDevice:
     array_type = np.ndarray
 
     def __init__(self, arch: str, **options) -> None:
-        capabilities = {arch_name(c): c for c in _CARDS}
+        capabilities = {arch_name(c): c for c in _SM_COUNTS}
         self.arch = checks.choice("emulate", "arch (or RAWOPS_EMULATE_ARCH)", arch, tuple(capabilities))
         self.capability = capabilities[arch]
-        self.sm_count, self.max_shared_bytes = _CARDS[self.capability]
+        self.sm_count = _SM_COUNTS[self.capability]
+        self.max_shared_bytes = LIMITS[self.capability].shared_bytes_a_block
         from rawops import _emulator  # here, since it takes a tenth of a second that a GPU does not need
 
         self.emulator = _emulator
@@ -322,6 +324,16 @@ class emulate:
 
     def __exit__(self, *error) -> None:
         _active.reset(self._tokens.pop())
+
+
+@contextlib.contextmanager
+def standing_in(device):
+    """Have `device` take the place of the emulator: it has its attributes and methods."""
+    token = _active.set(device)
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 @functools.cache

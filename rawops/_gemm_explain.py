@@ -1,0 +1,227 @@
+"""``python -m rawops explain gemm``: which kernel, which tile, in how many waves, and why."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+
+from rawops import _gemm_config, _gemm_repack, _gemm_sm90
+from rawops._gemm_config import ACTIVATIONS, DTYPES
+from rawops._gemm_grouped import table_bytes
+from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, Sizes, describe, fold_batch, layout_of
+from rawops._runtime import checks, dtypes
+from rawops._runtime.explain import Explanation, add_roofline, add_waves, launch_row
+from rawops._runtime.paper import PaperArray, PaperDevice
+from rawops.gemm import gemm, grouped_gemm
+
+SHOWN = 10  # candidates
+
+LAYOUTS = {
+    "choices": ("nn", "nt", "tn", "tt"),
+    "default": "nt",
+    "help": "of both operands: n is row-major, t column-major; nt is a linear layer's",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name in ("M", "N", "K"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--out-dtype", choices=DTYPES)
+    parser.add_argument("--precision", choices=("tf32",))
+    parser.add_argument("--layout", **LAYOUTS)
+    parser.add_argument(
+        "--offset", type=int, default=0, help="bytes from an aligned address to a's and b's first element"
+    )
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--groups", type=int, help="grouped_gemm: M rows in this many groups")
+    parser.add_argument("--activation", choices=ACTIVATIONS[1:])
+    parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--split-k", type=int)
+
+
+def explain(options: argparse.Namespace, device: PaperDevice) -> Explanation:
+    arrays = make_arrays(options, device)
+    keywords = {"activation": options.activation, "out_dtype": options.out_dtype, "precision": options.precision}
+    with device.current():
+        if options.groups is not None:
+            offsets = device.array((options.groups + 1,), "int32")
+            grouped_gemm(arrays["a"], arrays["b"], offsets, bias=arrays["bias"], **keywords)
+        else:
+            gemm(arrays["a"], arrays["b"], bias=arrays["bias"], split_k=options.split_k, **keywords)
+    M, N, K, batch = options.M, options.N, options.K, options.batch
+    title = f"gemm {M} x {N} x {K}, {options.dtype}, {options.layout.upper()}"
+    title += f", batch of {batch}" if batch > 1 else ""
+    title += f", {options.groups} groups" if options.groups is not None else ""
+    found = Explanation(f"{title}; {device.board.name} ({device.arch}, {device.sm_count} SMs)")
+    if device.launches:
+        _explain_tile(found, options, device, arrays)
+    out_size = dtypes.itemsize(options.out_dtype or options.dtype) / (2 if options.activation == "swiglu" else 1)
+    size = sum(math.prod(x.shape) * x.itemsize for x in arrays.values() if x is not None) + batch * M * N * out_size
+    add_roofline(found, device.board, options.precision or options.dtype, 2.0 * batch * M * N * K, size)
+    return found
+
+
+def make_arrays(options: argparse.Namespace, device: PaperDevice) -> dict[str, PaperArray | None]:
+    """Return a, b and the bias, on paper."""
+    for name in ("M", "N", "K"):
+        checks.int_range("explain", name, getattr(options, name), 0, MAX_SIZE)
+    checks.int_range("explain", "--batch", options.batch, 1, MAX_SIZE)
+    dtype = dtypes.numpy(options.dtype)
+    M, N, K = options.M, options.N, options.K
+    batch = (options.batch,) if options.batch > 1 else ()
+    groups = batch
+    if options.groups is not None:
+        if batch or options.split_k is not None:
+            checks.fail(ValueError, "explain", "--groups", "be given without --batch and --split-k", options.groups)
+        groups = (checks.int_range("explain", "--groups", options.groups, 0, MAX_SIZE),)
+
+    def matrix(before: tuple, rows: int, cols: int, order: str) -> PaperArray:
+        shape = (*before, rows, cols) if order == "n" else (*before, cols, rows)
+        x = device.array(shape, dtype, options.offset)
+        return x if order == "n" else x.swapaxes(-1, -2)
+
+    a, b = matrix(batch, M, K, options.layout[0]), matrix(groups, K, N, options.layout[1])
+    return {"a": a, "b": b, "bias": device.array((N,), dtype) if options.bias else None}
+
+
+def _explain_tile(found: Explanation, options: argparse.Namespace, device: PaperDevice, arrays: dict) -> None:
+    """Add the tile, the waves and the candidates of the launch that multiplies."""
+    described, sizes, extents = _describe(options, device, arrays)
+    M, N, K = sizes
+    room = device.max_shared_bytes - (table_bytes(options.groups) if options.groups else 0)
+    activation = ACTIVATIONS.index(options.activation)
+    problem, layouts = _sm80_problem(options, described, sizes, extents)
+    kernels = [launch.kernel for launch in device.launches]
+    if any("repack" in kernel for kernel in kernels):
+        found.why.append("Operands off the 16-byte boundaries are copied first: for this size that pays.")
+        _, described = _gemm_repack.plan(device, problem, described, layouts, extents)
+        problem, _ = _sm80_problem(options, described, sizes, extents)
+    hopper = _gemm_sm90.describe_problem(described, M, N, K, extents, activation)
+    if hopper is not None and options.groups:
+        hopper = replace(hopper, M=-(-M // options.groups), grouped=True)
+    if any("sm90" in kernel for kernel in kernels):
+        found.why.append("Hopper's kernel: 16-bit operands that TMA can read.")
+        candidates = _gemm_sm90.candidates(hopper, device.sm_count, room)
+        found.why.append(f"Of {len(candidates)} configurations that fit, the one with the least predicted time.")
+        explain_hopper(found, hopper, candidates, device)
+        return
+    found.why.append(_why_not_hopper(options, device, hopper, room))
+    if any("sm80" in kernel or "simt" in kernel for kernel in kernels):
+        _explain_sm80(found, options, device, problem, room)
+
+
+def _sm80_problem(options: argparse.Namespace, described: dict, sizes: tuple, extents: tuple) -> tuple:
+    """Return what the choice of a tile depends on, and how a and b lie in memory."""
+    (M, N, K), a, b = sizes, described["a"], described["b"]
+    gate = N // 2 if options.activation == "swiglu" else 0
+    layouts = {"a": (*layout_of(a, M, K, a.row, a.col, 0), 0), "b": (*layout_of(b, N, K, b.col, b.row, gate), gate)}
+    (a_k_major, access_a, _), (_, access_b, _) = layouts.values()
+    if options.groups is not None:
+        M, access_a = -(-M // options.groups), access_a if a_k_major else a.itemsize
+    tf32, access = options.precision == "tf32", min(access_a, access_b)
+    return _gemm_config.Problem(options.dtype, M, N, K, math.prod(extents), tf32, access), layouts
+
+
+def _describe(options: argparse.Namespace, device: PaperDevice, arrays: dict) -> tuple[dict, tuple, tuple]:
+    """Return the operands as the kernels see them, M, N and K with a batch folded in, and the batch axes."""
+    M, N, K = options.M, options.N, options.K
+    named = dict.fromkeys(ROLES) | arrays
+    request = Request("gemm", Options(), named, [device.pointer(x) for x in named.values()], {})
+    cols = N // 2 if options.activation == "swiglu" else N
+    sizes = Sizes(M, N, K, cols, (options.batch,) if options.batch > 1 else ())
+    described = describe(request, sizes, options.out_dtype or options.dtype)
+    if options.groups is not None:
+        for x in described.values():
+            x.batch = [0, 0, *(x.batch or [0])]
+        return described, (M, N, K), (1, 1, options.groups)
+    M, extents = fold_batch(described, sizes)
+    return described, (M, N, K), extents
+
+
+def explain_hopper(found: Explanation, problem: _gemm_sm90.Problem, candidates: list, device: PaperDevice) -> None:
+    """Add what the Hopper kernel's configuration is made of; the first candidate is the chosen one."""
+    config = candidates[0]
+    how = "consumers take turns" if config.ping_pong else f"{config.consumers} consumer(s) of 64 rows"
+    found.add("tile", f"{config.block_m} x {config.block_n} x {_gemm_sm90.BLOCK_K}", how)
+    ring = f"{config.stages} x {config.stage_bytes(problem)} + {config.other_bytes(problem)} bytes of shared memory"
+    found.add("stages", config.stages, ring)
+    found.add("cluster", config.cluster, "blocks that share a tile, each a slice of K")
+    columns = problem.N * problem.parts
+    rows = "row tiles to expect" if problem.grouped else f"row tiles, ceil({problem.M} / {config.block_m}) of each"
+    counts = {
+        rows: problem.row_tiles(config.block_m),
+        f"columns, ceil({columns} / {config.block_n})": -(-columns // config.block_n),
+    }
+    at_a_time = _gemm_sm90.tiles_at_a_time(config.cluster, device.sm_count)
+    add_waves(found, counts, at_a_time, f"one block an SM, {config.cluster} a tile")
+    found.add("predicted_cycles", 4 * config.cost, "4 x cost, see _cost in _gemm_sm90.py")
+    found.candidates = [
+        {
+            "tile": f"{c.block_m} x {c.block_n}",
+            "stages": c.stages,
+            "cluster": c.cluster,
+            "consumers": "take turns" if c.ping_pong else c.consumers,
+            **({"x @ a": "rides" if c.rides else "read"} if problem.rank else {}),
+            "blocks": c.blocks,
+            "waves": c.waves,
+            "cost": c.cost,
+        }
+        for c in candidates[:SHOWN]
+    ]
+
+
+def _why_not_hopper(options: argparse.Namespace, device: PaperDevice, problem, room: int) -> str:
+    if not _gemm_sm90.SM90.exists_on(device.capability):
+        return f"Hopper's kernel does not exist for {device.arch}."
+    if options.dtype not in ("float16", "bfloat16"):
+        return f"Hopper's kernel does not take {options.dtype}."
+    if problem is None:
+        return "TMA cannot read the operands: their rows must begin on 16-byte boundaries, and K must not be 0."
+    if options.groups is not None:
+        return "Groups begin at any row, which TMA cannot do in a column-major a."
+    if options.split_k is not None:
+        return "split_k is given, which Hopper's kernel does not take."
+    config = _gemm_sm90.select_config(problem, device.sm_count, room)
+    return f"Few rows or few tiles: another kernel is predicted to take less than Hopper's best cost, {config.cost}."
+
+
+def _explain_sm80(found, options, device: PaperDevice, problem: _gemm_config.Problem, room: int) -> None:
+    """Add what the configuration of a kernel for all architectures is made of."""
+    M, N = problem.M, problem.N
+    split_k = 1 if options.groups is not None else options.split_k
+    config = _gemm_config.select_config(problem, device.sm_count, room, split_k)
+    found.why.append(
+        f"Of the tiles for {problem.kind} operands, the largest that gives five SMs of six one; K is split where even "
+        "the smallest leaves SMs idle."
+    )
+    tile = config.tile
+    found.add("tile", f"{tile.block_m} x {tile.block_n} x {tile.block_k}", f"{tile.threads // 32} warps")
+    found.add("stages", tile.stages, f"{tile.shared_bytes(dtypes.itemsize(options.dtype))} bytes of shared memory")
+    found.add("access_bytes", problem.access, "that one copy from global memory moves")
+    found.add("split_k", config.split_k, f"slices of {config.k_per_split}")
+    counts = {
+        f"row tiles, ceil({M} / {tile.block_m})": -(-M // tile.block_m),
+        f"columns, ceil({N} / {tile.block_n})": -(-N // tile.block_n),
+        "products": problem.batches,
+        "slices of K": config.split_k,
+    }
+    row = next(
+        r for r in (launch_row(x, device.board) for x in device.launches) if tile.cpp in "rawops::" + r["kernel"]
+    )
+    resident = row["blocks_per_sm"]
+    how = f"{device.sm_count} SMs x {resident} blocks, limited by {row['limited_by']}"
+    add_waves(found, counts, resident * device.sm_count, how)
+    tiles = _gemm_config.candidates(problem, room)
+    tiles.sort(key=lambda t: t != tile)
+    found.candidates = [
+        {
+            "tile": f"{t.block_m} x {t.block_n} x {t.block_k}",
+            "stages": t.stages,
+            "warps": t.threads // 32,
+            "tiles": problem.tiles(t),
+            "tiles / SMs": problem.tiles(t) / device.sm_count,
+        }
+        for t in tiles
+    ]
