@@ -98,8 +98,8 @@ private:
         for (; empty > 0; --empty) {
             filled = after(filled);
             if (ahead_left > 0) {
-                const int token = first_token(ahead) + lane % Tile::TOKENS;
-                Tile::fetch(params.pool, filled, ahead_page, token, ahead.item / ahead.sequence.row_tiles, lane);
+                const int head = ahead.item / ahead.sequence.row_tiles;
+                Tile::fetch(params.pool, filled, ahead_page, first_token(ahead), head, lane);
                 ahead_left -= WARPS;
                 if (ahead_left > 0) ahead.advance(params.work, capacity, WARPS);
                 ahead_page = find_page();

@@ -9,6 +9,7 @@ from rawops.errors import (
     CompileError,
     EmulatorError,
     MemoryFault,
+    OutOfPagesError,
     RaceError,
     RawopsError,
     UninitializedRead,
@@ -18,7 +19,7 @@ from rawops.errors import (
 from rawops.gemm import Gemm, gemm, grouped_gemm
 from rawops.lora import FusedLoRA, lora_linear
 from rawops.lsmr import LSMR, LinearOperator, LSMRResult, lsmr
-from rawops.paged_kv import append_paged_kv, paged_attention
+from rawops.paged_kv import PagedKVCache, append_paged_kv, paged_attention
 from rawops.sparse import SparseMatrix
 
 __version__ = "0.1.0"
@@ -34,6 +35,8 @@ __all__ = [
     "LSMRResult",
     "LinearOperator",
     "MemoryFault",
+    "OutOfPagesError",
+    "PagedKVCache",
     "RaceError",
     "RawopsError",
     "SparseMatrix",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rawops import config
 from rawops._paged_kv_call import Op, Plan, check_vector, in_order, keep_apart, to_host
 from rawops._paged_kv_pool import DTYPES, POOL_FIELDS, describe
 from rawops._runtime import arrays, checks
@@ -93,12 +94,12 @@ def prepare(function: str, operands: tuple, addresses: list, options: tuple) -> 
 OP = Op(("k", "v", "pages", "block_table", "positions", "sequence_ids"), 5, prepare)
 
 
-def append(function: str, operands: tuple, layout: str, check: bool) -> None:
+def append(function: str, operands: tuple, layout: str) -> None:
     """Run an append on arrays of any kind."""
     plan, operands, addresses, _ = OP.resolve(function, operands, (layout,))
     if plan.launch is None:
         return
-    if check:
+    if config.current().check:
         _check_values(function, operands, plan.page_size)
     small = [in_order(x) for x in operands[3:]]
     plan.launch.run(*addresses[:3], *map(plan.device.pointer, small))

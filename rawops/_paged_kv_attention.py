@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
 
-from rawops._paged_kv_pool import DTYPES, POOL_FIELDS, Pool
-from rawops._runtime import checks
+from rawops import config
+from rawops._paged_kv_call import Op, Plan, check_vector, in_order, keep_apart
+from rawops._paged_kv_pool import DTYPES, POOL_FIELDS, Pool, check_pages, describe
+from rawops._paged_kv_workspace import Workspace, workspace_of_stream
+from rawops._runtime import arrays, checks
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -125,14 +127,14 @@ class Launch:
         self.function.launch(self.grid, self.block, (packed,), self.shared_bytes)
 
 
-def plan(device, function: str, pool: Pool, q, out, ragged: bool, options: Options, q_address: int) -> Launch:
+def plan_launch(device, function: str, pool: Pool, q, out, ragged: bool, options: Options, q_address: int) -> Launch:
     """Choose the kernel and lay out what does not change from call to call."""
     total_q, heads, head_dim = q.shape
     group = heads // pool.num_heads
     padded = next(d for d in HEAD_DIMS if d >= head_dim)
-    config = select_config(padded, device.max_shared_bytes)
+    tile = select_config(padded, device.max_shared_bytes)
     choices = {"dtype": pool.dtype, "head_dim": padded, "access": pool.access, "ragged": ragged}
-    choices |= {"warps": config.warps, "stages": config.stages, "blocks": config.blocks}
+    choices |= {"warps": tile.warps, "stages": tile.stages, "blocks": tile.blocks}
     row_tiles = -(-total_q * group // _ROWS) + pool.batch if ragged else -(-group // _ROWS) * pool.batch
     items, tiles = pool.num_heads * row_tiles, max(-(-pool.capacity // 16), 1)
     if items * tiles >= 2**31:
@@ -141,17 +143,17 @@ def plan(device, function: str, pool: Pool, q, out, ragged: bool, options: Optio
     if options.num_splits:
         blocks = items * options.num_splits
     else:
-        blocks = max(min(device.sm_count * config.blocks, items * tiles // config.warps), 1)
+        blocks = max(min(device.sm_count * tile.blocks, items * tiles // tile.warps), 1)
     q_strides = [s // q.dtype.itemsize for s in q.strides]
     out_strides = [s // out.dtype.itemsize for s in out.strides] if out is not None else [heads * head_dim, head_dim, 1]
     in_pairs = q_strides[2] == 1 and not any(x % 2 for x in (head_dim, *q_strides[:2], q_address // 2))
     scale = options.scale if options.scale is not None else 1 / math.sqrt(head_dim)
-    work = (pool.batch, total_q, pool.num_heads, group, *options.window, options.num_splits, config.warps)
+    work = (pool.batch, total_q, pool.num_heads, group, *options.window, options.num_splits, tile.warps)
     return Launch(
         function=KERNEL.kernel(device, **choices),
         grid=(blocks, 1, 1),
-        block=(32 * config.warps, 1, 1),
-        shared_bytes=config.shared_bytes(padded),
+        block=(32 * tile.warps, 1, 1),
+        shared_bytes=tile.shared_bytes(padded),
         partial_floats=2 * blocks * _ROWS * (padded + 2),
         strides=(*q_strides, *out_strides, total_q, 1),
         pool=pool.numbers,
@@ -160,53 +162,78 @@ def plan(device, function: str, pool: Pool, q, out, ragged: bool, options: Optio
     )
 
 
-class Workspace:
-    """Where blocks leave partial results and count their arrivals; grows as needed, calls that share it are in order.
-
-    The counters are zero between launches: each launch leaves them so. What was given out stays allocated, since a
-    captured graph may use it.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, list] = {"float32": [], "int32": []}
-        self._lock = threading.Lock()
-
-    def addresses(self, device, floats: int, counters: int) -> tuple[int, int]:
-        """Return the addresses of the partial results and of the counters."""
-        return self._at_least(device, "float32", floats), self._at_least(device, "int32", counters)
-
-    def _at_least(self, device, dtype: str, count: int) -> int:
-        found = self._arrays[dtype]
-        if not found or found[-1].size < count:
-            with self._lock:
-                if not found or found[-1].size < count:
-                    found.append(_zeros(device, 1 << (count - 1).bit_length(), dtype))
-        return device.pointer(found[-1])
+# --- calls ----------------------------------------------------------------------------------------------------------
 
 
-def _zeros(device, count: int, dtype: str):
-    """Make zeros that are ready for every stream, in a capture too: the first call alone waits for them."""
-    x = device.empty((count,), dtype)
-    if device.is_emulated:
-        x[...] = 0
-        return x
-    import cupy
+def options_of(function: str, causal, softmax_scale, window, softcap, num_splits) -> Options:
+    """Check what a call asks for beside its arrays."""
+    softcap = checks.number(function, "softcap", softcap)
+    if not 0 <= softcap < math.inf:
+        checks.fail(ValueError, function, "softcap", "be finite and not negative (0: none)", softcap)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        checks.fail(ValueError, function, "window", "be a pair (left, right) of int or None", repr(window))
+    left, right = (
+        UNLIMITED if side is None else checks.int_range(function, f"window[{i}]", side, 0, UNLIMITED)
+        for i, side in enumerate(window)
+    )
+    if num_splits is not None:
+        num_splits = checks.int_range(function, "num_splits", num_splits, 1, 1024)
+    if softmax_scale is not None:
+        softmax_scale = checks.number(function, "softmax_scale", softmax_scale)
+    return Options(softmax_scale, softcap, (left, 0 if causal else right), num_splits or 0)
 
-    with cupy.cuda.Device(device.ordinal), cupy.cuda.Stream(non_blocking=True) as stream:
-        x.fill(0)
-        stream.synchronize()
-    return x
+
+def attend(function: str, operands: tuple, options: Options, return_lse: bool, layout: str, workspace=None):
+    """Run on arrays of any kind in the order of `OP`; returns out, or out and lse."""
+    plan, operands, addresses, give = OP.resolve(function, operands, (options, layout))
+    q, pages, *small, out = operands
+    device = plan.device
+    if out is None:
+        out = device.empty(q.shape, q.dtype)
+    lse = device.empty((q.shape[1], q.shape[0]), "float32") if return_lse else None
+    if plan.launch is not None:
+        if config.current().check:
+            check_pages(function, pages, small[0], small[1], plan.page_size)
+        small = [in_order(x) for x in small]
+        placed = (addresses[0], *map(device.pointer, (out, lse)), addresses[1], *map(device.pointer, small))
+        plan.launch.run(device, placed, workspace or workspace_of_stream(device))
+    if give is not None:
+        out, lse = give(out), lse if lse is None else give(lse)
+    return (out, lse) if return_lse else out
 
 
-_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for each thread
-_workspaces: dict[tuple, Workspace] = {}
+def _prepare(function: str, operands: tuple, addresses: list, options: tuple) -> Plan:
+    """Check a call and plan its launch."""
+    q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, out = operands
+    asked, layout = options
+    device = arrays.device_of(function, q=q)
+    dtype = checks.dtype(function, "q", q, DTYPES)
+    if q.ndim != 3:
+        checks.fail(ValueError, function, "q", "have shape (total_q, num_heads, head_dim)", tuple(q.shape))
+    pool = describe(function, pages, block_table, layout, DTYPES, addresses[1])
+    checks.dtype(function, "pages", pages, (dtype,), "q and the pool have one dtype; convert one of them.")
+    total_q, heads, head_dim = q.shape
+    if head_dim != pool.head_dim:
+        checks.fail(ValueError, function, "q", f"have the pool's head_dim {pool.head_dim}", tuple(q.shape))
+    if heads % max(pool.num_heads, 1) or (heads and not pool.num_heads):
+        rule = f"have a multiple of the pool's {pool.num_heads} KV heads"
+        checks.fail(ValueError, function, "q", rule, f"{heads} heads")
+    check_vector(function, "seq_lens", seq_lens, pool.batch, "int32")
+    if cu_seqlens_q is not None:
+        check_vector(function, "cu_seqlens_q", cu_seqlens_q, pool.batch + 1, "int32")
+    elif total_q != pool.batch:
+        hint = "Give cu_seqlens_q where sequences have other numbers of queries than one."
+        checks.fail(ValueError, function, "q", f"have {pool.batch} rows, one a sequence", total_q, hint)
+    if alibi_slopes is not None:
+        check_vector(function, "alibi_slopes", alibi_slopes, heads, "float32")
+    if out is not None:
+        checks.dtype(function, "out", out, (dtype,))
+        checks.shape(function, "out", out, q.shape)
+    apart = keep_apart(operands, 6, (0, 1, 2, 3, 4, 5), same=0)
+    if 0 in q.shape:
+        return Plan(device, None, pool.page_size, apart)
+    launch = plan_launch(device, function, pool, q, out, cu_seqlens_q is not None, asked, addresses[0])
+    return Plan(device, launch, pool.page_size, apart)
 
 
-def workspace_of_stream(device) -> Workspace:
-    """Return the workspace that all calls on the current stream of a device share."""
-    if device.is_emulated:
-        return Workspace()
-    stream = device.get_stream().ptr
-    key = (device.ordinal, stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
-    found = _workspaces.get(key)
-    return found if found is not None else _workspaces.setdefault(key, Workspace())
+OP = Op(("q", "pages", "block_table", "seq_lens", "cu_seqlens_q", "alibi_slopes", "out"), 4, _prepare)

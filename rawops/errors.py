@@ -11,6 +11,10 @@ class UnsupportedError(RawopsError, NotImplementedError):
     """The device, the driver or NVRTC is too old for what was asked, or the combination does not exist."""
 
 
+class OutOfPagesError(RawopsError):
+    """A paged cache has too few free pages for what was asked; nothing of it was done."""
+
+
 class CompileError(RawopsError):
     """NVRTC refused a kernel.
 

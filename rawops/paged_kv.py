@@ -7,15 +7,11 @@ gathered: kernels translate addresses as they load.
 
 from __future__ import annotations
 
-import math
+from rawops._paged_kv_append import append
+from rawops._paged_kv_attention import attend, options_of
+from rawops._paged_kv_cache import PagedKVCache
 
-from rawops import _paged_kv_append as append_call
-from rawops import _paged_kv_attention as attention_call
-from rawops import config
-from rawops._paged_kv_attention import UNLIMITED, Options
-from rawops._paged_kv_call import Op, Plan, check_vector, in_order, keep_apart
-from rawops._paged_kv_pool import DTYPES, check_pages, describe
-from rawops._runtime import arrays, checks
+__all__ = ["PagedKVCache", "append_paged_kv", "paged_attention"]
 
 
 def append_paged_kv(k, v, pages, block_table, positions, *, sequence_ids=None, layout: str = "NHD") -> None:
@@ -51,7 +47,7 @@ def append_paged_kv(k, v, pages, block_table, positions, *, sequence_ids=None, l
     which then follows tables and positions as they are at each replay.
     """
     operands = (k, v, pages, block_table, positions, sequence_ids)
-    append_call.append("append_paged_kv", operands, layout, config.current().check)
+    append("append_paged_kv", operands, layout)
 
 
 def paged_attention(
@@ -129,80 +125,6 @@ def paged_attention(
     graph: each replay follows the lengths and tables as they are then. Calls on one stream, and graphs captured on
     it, share a workspace, so replay such a graph on that stream or in order with it.
     """
-    options = _options("paged_attention", causal, softmax_scale, window, softcap, num_splits)
+    options = options_of("paged_attention", causal, softmax_scale, window, softcap, num_splits)
     operands = (q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, out)
-    return _attend("paged_attention", operands, options, return_lse, layout)
-
-
-# --- attention ------------------------------------------------------------------------------------------------------
-
-
-def _options(function: str, causal, softmax_scale, window, softcap, num_splits) -> Options:
-    softcap = checks.number(function, "softcap", softcap)
-    if not 0 <= softcap < math.inf:
-        checks.fail(ValueError, function, "softcap", "be finite and not negative (0: none)", softcap)
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        checks.fail(ValueError, function, "window", "be a pair (left, right) of int or None", repr(window))
-    left, right = (
-        UNLIMITED if side is None else checks.int_range(function, f"window[{i}]", side, 0, UNLIMITED)
-        for i, side in enumerate(window)
-    )
-    if num_splits is not None:
-        num_splits = checks.int_range(function, "num_splits", num_splits, 1, 1024)
-    if softmax_scale is not None:
-        softmax_scale = checks.number(function, "softmax_scale", softmax_scale)
-    return Options(softmax_scale, softcap, (left, 0 if causal else right), num_splits or 0)
-
-
-def _attend(function: str, operands: tuple, options: Options, return_lse: bool, layout: str, workspace=None):
-    plan, operands, addresses, give = _ATTENTION.resolve(function, operands, (options, layout))
-    q, pages, *small, out = operands
-    device = plan.device
-    if out is None:
-        out = device.empty(q.shape, q.dtype)
-    lse = device.empty((q.shape[1], q.shape[0]), "float32") if return_lse else None
-    if plan.launch is not None:
-        if config.current().check:
-            check_pages(function, pages, small[0], small[1], plan.page_size)
-        small = [in_order(x) for x in small]
-        placed = (addresses[0], *map(device.pointer, (out, lse)), addresses[1], *map(device.pointer, small))
-        plan.launch.run(device, placed, workspace or attention_call.workspace_of_stream(device))
-    if give is not None:
-        out, lse = give(out), lse if lse is None else give(lse)
-    return (out, lse) if return_lse else out
-
-
-def _prepare(function: str, operands: tuple, addresses: list, options: tuple) -> Plan:
-    q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, out = operands
-    asked, layout = options
-    device = arrays.device_of(function, q=q)
-    dtype = checks.dtype(function, "q", q, DTYPES)
-    if q.ndim != 3:
-        checks.fail(ValueError, function, "q", "have shape (total_q, num_heads, head_dim)", tuple(q.shape))
-    pool = describe(function, pages, block_table, layout, DTYPES, addresses[1])
-    checks.dtype(function, "pages", pages, (dtype,), "q and the pool have one dtype; convert one of them.")
-    total_q, heads, head_dim = q.shape
-    if head_dim != pool.head_dim:
-        checks.fail(ValueError, function, "q", f"have the pool's head_dim {pool.head_dim}", tuple(q.shape))
-    if heads % max(pool.num_heads, 1) or (heads and not pool.num_heads):
-        rule = f"have a multiple of the pool's {pool.num_heads} KV heads"
-        checks.fail(ValueError, function, "q", rule, f"{heads} heads")
-    check_vector(function, "seq_lens", seq_lens, pool.batch, "int32")
-    if cu_seqlens_q is not None:
-        check_vector(function, "cu_seqlens_q", cu_seqlens_q, pool.batch + 1, "int32")
-    elif total_q != pool.batch:
-        hint = "Give cu_seqlens_q where sequences have other numbers of queries than one."
-        checks.fail(ValueError, function, "q", f"have {pool.batch} rows, one a sequence", total_q, hint)
-    if alibi_slopes is not None:
-        check_vector(function, "alibi_slopes", alibi_slopes, heads, "float32")
-    if out is not None:
-        checks.dtype(function, "out", out, (dtype,))
-        checks.shape(function, "out", out, q.shape)
-    apart = keep_apart(operands, 6, (0, 1, 2, 3, 4, 5), same=0)
-    if 0 in q.shape:
-        return Plan(device, None, pool.page_size, apart)
-    launch = attention_call.plan(device, function, pool, q, out, cu_seqlens_q is not None, asked, addresses[0])
-    return Plan(device, launch, pool.page_size, apart)
-
-
-_ATTENTION = Op(("q", "pages", "block_table", "seq_lens", "cu_seqlens_q", "alibi_slopes", "out"), 4, _prepare)
+    return attend("paged_attention", operands, options, return_lse, layout)

@@ -5,7 +5,7 @@ import pytest
 from paged_pool import DTYPES, NO_PAGE, Paged, attend
 
 import rawops
-from rawops import _paged_kv_attention, paged_kv
+from rawops import _paged_kv_attention, config
 from rawops.config import Config
 from rawops.testing.tolerances import assert_close
 
@@ -143,7 +143,7 @@ def test_shares_of_the_line_of_tiles(device, rng, monkeypatch):
     p = Paged(rng, lens, 1, 64, 16)
     q = queries(rng, len(lens), 2, 64)
     want = decode_reference(q, p)
-    plan = _paged_kv_attention.plan
+    plan = _paged_kv_attention.plan_launch
     for blocks in (1, 2, 5, 7, 31, 100):
 
         def with_grid(*args, blocks=blocks):
@@ -152,8 +152,8 @@ def test_shares_of_the_line_of_tiles(device, rng, monkeypatch):
             changes = {"grid": (blocks, 1, 1), "work": work, "partial_floats": 2 * blocks * 16 * 66}
             return _paged_kv_attention.Launch(**{**vars(launch), **changes})
 
-        monkeypatch.setattr(_paged_kv_attention, "plan", with_grid)
-        monkeypatch.setattr(paged_kv._ATTENTION, "plans", {})
+        monkeypatch.setattr(_paged_kv_attention, "plan_launch", with_grid)
+        monkeypatch.setattr(_paged_kv_attention.OP, "plans", {})
         close(*run(device, p, q), *want, "float16", 300)
 
 
@@ -239,7 +239,7 @@ def test_lengths_past_the_table(device, rng):
 
 def test_values_are_checked_on_request(device, rng, monkeypatch):
     p = Paged(rng, [40, 20], 1, 64, 16)
-    monkeypatch.setattr(paged_kv.config, "current", lambda: Config(check=True))
+    monkeypatch.setattr(config, "current", lambda: Config(check=True))
     q, pages, lens = (device.put(x) for x in (queries(rng, 2, 1, 64), p.pages, p.lens))
     rawops.paged_attention(q, pages, device.put(p.table), lens)
     for b, column, value in ((0, 2, len(p.pages)), (1, 1, -1)):

@@ -5,7 +5,7 @@ import pytest
 from paged_pool import DTYPES
 
 import rawops
-from rawops import paged_kv
+from rawops import config
 from rawops.config import Config
 
 PATTERN = 7777.0  # what nothing was written over
@@ -130,7 +130,7 @@ def test_awkward_arrays(device, rng):
 
 
 def test_values_are_checked_on_request(device, rng, monkeypatch):
-    monkeypatch.setattr(paged_kv.config, "current", lambda: Config(check=True))
+    monkeypatch.setattr(config, "current", lambda: Config(check=True))
     k, v = map(device.put, tokens(rng, 2, 1, 8))
     pages = pool(device, 4, 16, 1, 8)
     before = device.get(pages).copy()

@@ -48,24 +48,23 @@ template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {
     static constexpr int BYTES = 2 * VALUES;
     static_assert(TOKENS * CHUNKS % kWarpSize == 0 && TOKENS <= kWarpSize, "a warp loads a tile in whole steps");
 
-    // Lane `row` of the first TOKENS lanes knows its token's page (or one that is none, for a token not to be read).
-    // Starts the copies into `slot`; tokens without a page become zeros and nothing of them is read.
+    // Starts the copies of tokens token ... into `slot`. Lane `row` of the first TOKENS lanes knows its token's page, or
+    // one that is none for a token not to be read: it becomes zeros.
     static __device__ void fetch(const PagePool& pool, uint32_t slot, int page, int token, int head, int lane) {
         const bool exists = static_cast<uint32_t>(page) < static_cast<uint32_t>(pool.num_pages);
-        const int in_page = token & ((1 << pool.page_shift) - 1);
-        const int64_t in_row = in_page * pool.token_stride + head * pool.head_stride;
-        const int64_t place = exists ? page * pool.page_stride + in_row : 0;
         const uint32_t present = __ballot_sync(~0u, exists);
-        constexpr bool kWholeRows = kWarpSize % CHUNKS == 0;  // in each step
-        const int begin = Layout::offset(lane / CHUNKS, lane % CHUNKS);
-#pragma unroll 4
-        for (int step = 0; step < TOKENS * CHUNKS / kWarpSize; ++step) {
-            const int index = lane + step * kWarpSize, row = index / CHUNKS;
-            const int chunk = kWholeRows ? lane % CHUNKS : index % CHUNKS;
+        if (ACCESS == 16 && present == ~0u && TOKENS >> pool.page_shift <= 1 && pool.head_dim == HEAD_DIM) {
+            fetch_whole(pool, slot, page, token, head, lane);
+            return;
+        }
+        const int64_t in_row = in_page(pool, token + lane % TOKENS) * pool.token_stride + head * pool.head_stride;
+        const int64_t place = exists ? page * pool.page_stride + in_row : 0;
+#pragma unroll 2
+        for (int step = 0; step < STEPS; ++step) {
+            const int index = lane + step * kWarpSize, row = index / CHUNKS, chunk = index % CHUNKS;
             const int64_t from = __shfl_sync(~0u, place, row);
             const int count = present >> row & 1 ? clamp(pool.head_dim - chunk * PER_CHUNK, 0, PER_CHUNK) : 0;
-            const int offset = kWholeRows ? Layout::moved(begin, step * (kWarpSize / CHUNKS), 0) : Layout::offset(row, chunk);
-            const uint32_t to = slot + offset;
+            const uint32_t to = slot + Layout::offset(row, chunk);
             const int64_t column = chunk * PER_CHUNK * (ACCESS == 16 ? 1 : pool.dim_stride);
             const T* key = static_cast<const T*>(pool.pages) + from + column;
             copy(to, key, count, pool.dim_stride);
@@ -74,6 +73,34 @@ template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {
     }
 
 private:
+    static constexpr int STEPS = TOKENS * CHUNKS / kWarpSize;
+
+    static __device__ int in_page(const PagePool& pool, int token) { return token & ((1 << pool.page_shift) - 1); }
+
+    // The same where all tokens are there and in one page.
+    static __device__ void fetch_whole(const PagePool& pool, uint32_t slot, int page, int token, int head, int lane) {
+        constexpr bool kWholeRows = kWarpSize % CHUNKS == 0;  // in each step
+        const int row = lane / CHUNKS, chunk = lane % CHUNKS, begin = Layout::offset(row, chunk);
+        const int64_t place = page * pool.page_stride + in_page(pool, token) * pool.token_stride + head * pool.head_stride;
+        const T* from = static_cast<const T*>(pool.pages) + place;
+        const T* first = from + row * pool.token_stride + chunk * PER_CHUNK;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            uint32_t to;
+            const T* key;
+            if constexpr (kWholeRows) {
+                to = slot + Layout::moved(begin, step * (kWarpSize / CHUNKS), 0);
+                key = first + step * (kWarpSize / CHUNKS) * pool.token_stride;
+            } else {
+                const int index = lane + step * kWarpSize;
+                to = slot + Layout::offset(index / CHUNKS, index % CHUNKS);
+                key = from + index / CHUNKS * pool.token_stride + index % CHUNKS * PER_CHUNK;
+            }
+            cp_async<16>(to, key, 16);
+            cp_async<16>(to + VALUES, key + pool.value_offset, 16);
+        }
+    }
+
     static __device__ void copy(uint32_t to, const T* from, int count, int64_t stride) {
         if constexpr (ACCESS == 16) {
             cp_async<16>(to, from, count * int(sizeof(T)));

@@ -50,6 +50,11 @@ struct Bounds {
     KeyRange seen[2];
     int position[2];
     float slope[2];  // of ALiBi, times log2(e)
+
+    __device__ bool hide(int token, int tokens) const {  // any of these tokens
+        const int begin = max_of(seen[0].begin, seen[1].begin), end = min_of(seen[0].end, seen[1].end);
+        return begin > token || end < token + tokens;
+    }
 };
 
 // Accumulators of one warp: lane 4 g + t has rows g and g + 8, of columns 8 j + 2 t and one more.
@@ -76,20 +81,25 @@ public:
         const auto& seen = bounds.seen;
         float score[TOKENS / 8][4];
         multiply_keys(score, queries, slot, lane);
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int key = token + j * 8 + lane % 4 * 2 + i % 2;
-                float x = score[j][i] * rule.scale;
-                if (rule.softcap > 0) x = rule.softcap * kLog2E * tanh_of(x * kLn2 / rule.softcap);
-                if (rule.alibi_slopes) x -= bounds.slope[i / 2] * fabsf(float(bounds.position[i / 2] - key));
-                score[j][i] = key >= seen[i / 2].begin && key < seen[i / 2].end ? x : minus_infinity();
-            }
+        each(score, [&](float x, int, int) { return x * rule.scale; });
+        if (rule.softcap > 0) {
+            const float factor = rule.softcap * kLog2E, inverse = 1 / factor;
+            each(score, [&](float x, int, int) { return factor * tanh_of(x * inverse); });
+        }
+        if (rule.alibi_slopes) {
+            each(score, [&](float x, int r, int column) {
+                return x - bounds.slope[r] * fabsf(float(bounds.position[r] - token - lane % 4 * 2 - column));
+            });
+        }
+        if (__any_sync(~0u, bounds.hide(token, TOKENS))) {
+            each(score, [&](float x, int r, int column) {
+                const int key = token + lane % 4 * 2 + column;
+                return key >= seen[r].begin && key < seen[r].end ? x : minus_infinity();
+            });
         }
         uint32_t weights[TOKENS / 16][4];
         weigh(weights, score, lane);
-        if (kSeveral && hides_non_finite(slot, token, seen, lane)) {
+        if (kSeveral && __any_sync(~0u, bounds.hide(token, TOKENS)) && has_non_finite(slot, lane)) {
             add_values_apart(weights, slot, token, seen, lane);
         } else {
             add_values(weights, slot, lane);
@@ -106,24 +116,45 @@ public:
     }
 
 private:
-    __device__ void multiply_keys(float (&score)[TOKENS / 8][4], const uint4* queries, uint32_t slot, int lane) {
-        float odd[TOKENS / 8][4] = {};  // two chains, since each product waits for the one before
+    // Replaces each score by f(score, which of the lane's rows, columns from the lane's first).
+    template <class F> static __device__ void each(float (&score)[TOKENS / 8][4], F f) {
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) score[j][i] = 0;
+            for (int i = 0; i < 4; ++i) score[j][i] = f(score[j][i], i / 2, j * 8 + i % 2);
         }
+    }
+
+    // Fragments are read AHEAD steps at a time, so that the products do not wait for each.
+    static constexpr int AHEAD = 4;
+
+    __device__ void multiply_keys(float (&score)[TOKENS / 8][4], const uint4* queries, uint32_t slot, int lane) {
+        float odd[TOKENS / 8][4];  // two chains, since each product waits for the one before
+        each(score, [](float, int, int) { return 0.0f; });
+        each(odd, [](float, int, int) { return 0.0f; });
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const uint4 packed = queries[step * kWarpSize + lane];
-            const uint32_t query[4] = {packed.x, packed.y, packed.z, packed.w};
+        for (int begin = 0; begin < STEPS; begin += AHEAD) {
+            uint4 query[AHEAD];
+            uint32_t key[AHEAD][TOKENS / 16][4];
 #pragma unroll
-            for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
-                uint32_t key[4];
-                Fragments<T, Tile>::keys(key, slot, tokens, step, lane);
-                auto& sum = step % 2 ? odd : score;
-                MmaAtom<T>::multiply(sum[2 * tokens], query, key[0], key[1]);
-                MmaAtom<T>::multiply(sum[2 * tokens + 1], query, key[2], key[3]);
+            for (int i = 0; i < AHEAD; ++i) {
+                if (begin + i >= STEPS) break;
+                query[i] = queries[(begin + i) * kWarpSize + lane];
+#pragma unroll
+                for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
+                    Fragments<T, Tile>::keys(key[i][tokens], slot, tokens, begin + i, lane);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                if (begin + i >= STEPS) break;
+                const uint32_t a[4] = {query[i].x, query[i].y, query[i].z, query[i].w};
+#pragma unroll
+                for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
+                    auto& sum = i % 2 ? odd : score;
+                    MmaAtom<T>::multiply(sum[2 * tokens], a, key[i][tokens][0], key[i][tokens][1]);
+                    MmaAtom<T>::multiply(sum[2 * tokens + 1], a, key[i][tokens][2], key[i][tokens][3]);
+                }
             }
         }
 #pragma unroll
@@ -168,10 +199,8 @@ private:
         }
     }
 
-    // Whether a value that some row must not see is infinite or NaN: a weight of 0 would not hide it.
-    static __device__ bool hides_non_finite(uint32_t slot, int token, const KeyRange (&seen)[2], int lane) {
-        const int begin = max_of(seen[0].begin, seen[1].begin), end = min_of(seen[0].end, seen[1].end);
-        if (!__any_sync(~0u, begin > token || end < token + TOKENS)) return false;
+    // Whether a value is infinite or NaN, which a weight of 0 would not hide.
+    static __device__ bool has_non_finite(uint32_t slot, int lane) {
         constexpr uint32_t kExponent = is_same<T, __half> ? 0x7c00 : 0x7f80;
         bool found = false;
 #pragma unroll 1
@@ -225,13 +254,25 @@ private:
 
     __device__ void add_values(const uint32_t (&weights)[TOKENS / 16][4], uint32_t slot, int lane) {
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
+        for (int begin = 0; begin < STEPS; begin += AHEAD) {
+            uint32_t value[AHEAD][TOKENS / 16][4];
 #pragma unroll
-            for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
-                uint32_t value[4];
-                Fragments<T, Tile>::values(value, slot, tokens, step, lane);
-                MmaAtom<T>::multiply(out[2 * step], weights[tokens], value[0], value[1]);
-                MmaAtom<T>::multiply(out[2 * step + 1], weights[tokens], value[2], value[3]);
+            for (int i = 0; i < AHEAD; ++i) {
+                if (begin + i >= STEPS) break;
+#pragma unroll
+                for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
+                    Fragments<T, Tile>::values(value[i][tokens], slot, tokens, begin + i, lane);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                if (begin + i >= STEPS) break;
+                auto &even = out[2 * (begin + i)], &odd = out[2 * (begin + i) + 1];
+#pragma unroll
+                for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
+                    MmaAtom<T>::multiply(even, weights[tokens], value[i][tokens][0], value[i][tokens][1]);
+                    MmaAtom<T>::multiply(odd, weights[tokens], value[i][tokens][2], value[i][tokens][3]);
+                }
             }
         }
     }

@@ -82,14 +82,15 @@ public:
         const bool by_item = work.num_splits > 0;
         const int split = by_item ? block % work.num_splits : 0;
         int number = by_item ? block / work.num_splits : kUnlimited;
-        Found found = find(work, capacity, number, lane, by_item);
+        const Count first = count_sequences(work, capacity, 0, lane, by_item);
+        Found found = find(work, capacity, number, lane, by_item, first);
         if (!by_item) {
             const int total = found.before, used = clamp(total / work.min_tiles, 1, blocks);
             quota = total / used;
             longer = total % used;
             count = block < used ? quota + (block < longer) : 0;
             number = flat = block * quota + min_of(block, longer);
-            found = find(work, capacity, number, lane, false);
+            found = find(work, capacity, number, lane, false, first);
         }
         if (found.b >= work.batch) {
             count = 0;
@@ -130,28 +131,37 @@ private:
         return tile < in_longer ? tile / (quota + 1) : longer + (tile - in_longer) / quota;
     }
 
-    // The sequence that holds a number, counted in items or in tiles, and how many lie before it; the end and the total
-    // for a number past the last.
-    static __device__ Found find(const PagedWork& work, int capacity, int number, int lane, bool by_item) {
+    // Tiles (or items) of this lane's sequence among 32, and of all of them up to it.
+    struct Count {
+        int own, sum;
+    };
+    static __device__ Count count_sequences(const PagedWork& work, int capacity, int base, int lane, bool by_item) {
+        int own = 0;
+        if (base + lane < work.batch) {
+            const Sequence<TOKENS> sequence(work, base + lane, capacity);
+            own = by_item ? sequence.items : sequence.items * sequence.tiles;
+        }
+        int sum = own;
+#pragma unroll
+        for (int step = 1; step < kWarpSize; step *= 2) {
+            const int other = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += other;
+        }
+        return {own, sum};
+    }
+
+    // The sequence that holds a number, and how many lie before it; the end and the total for a number past the last.
+    // `first` is the count of the first 32 sequences, most often all there are.
+    static __device__ Found find(const PagedWork& work, int capacity, int number, int lane, bool by_item, Count first) {
         int before = 0;
         for (int base = 0; base < work.batch; base += kWarpSize) {
-            int own = 0;
-            if (base + lane < work.batch) {
-                const Sequence<TOKENS> sequence(work, base + lane, capacity);
-                own = by_item ? sequence.items : sequence.items * sequence.tiles;
-            }
-            int sum = own;
-#pragma unroll
-            for (int step = 1; step < kWarpSize; step *= 2) {
-                const int other = __shfl_up_sync(~0u, sum, step);
-                if (lane >= step) sum += other;
-            }
-            const uint32_t past = __ballot_sync(~0u, before + sum > number);
+            const Count count = base == 0 ? first : count_sequences(work, capacity, base, lane, by_item);
+            const uint32_t past = __ballot_sync(~0u, before + count.sum > number);
             if (past) {
                 const int winner = __ffs(past) - 1;
-                return {base + winner, before + __shfl_sync(~0u, sum - own, winner)};
+                return {base + winner, before + __shfl_sync(~0u, count.sum - count.own, winner)};
             }
-            before += __shfl_sync(~0u, sum, kWarpSize - 1);
+            before += __shfl_sync(~0u, count.sum, kWarpSize - 1);
         }
         return {work.batch, before};
     }

@@ -1,0 +1,362 @@
+"""`PagedKVCache`: a pool of pages, the sequences that live in it, and the calls that a serving loop makes."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence as Sized
+from dataclasses import dataclass
+
+import numpy as np
+
+from rawops._paged_kv_allocator import PageAllocator, Sequence
+from rawops._paged_kv_append import append
+from rawops._paged_kv_attention import attend, options_of
+from rawops._paged_kv_batch import Batch, copy_to_device
+from rawops._paged_kv_pool import DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE_SIZES
+from rawops._paged_kv_workspace import Workspace
+from rawops._runtime import arrays, checks, dtypes
+
+_MAX_BATCHES = 32
+_NAME = "PagedKVCache"
+
+
+@dataclass(frozen=True)
+class SavedSequence:
+    """A sequence in host memory, made by `PagedKVCache.save`.
+
+    Attributes
+    ----------
+    length : int
+    data : array (pages, 2, page_size, num_kv_heads, head_dim)
+        Page-locked with a GPU. It is complete once the stream of the save has come this far.
+    """
+
+    length: int
+    data: np.ndarray
+    state: Sequence
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in one pool of pages.
+
+    Parameters
+    ----------
+    num_pages, page_size : int
+        `page_size` tokens a page, a power of two up to 256.
+    num_kv_heads, head_dim : int
+    dtype : {"float16", "bfloat16"}
+    layout : {"NHD", "HND"}
+        Pages are (2, page_size, num_kv_heads, head_dim), or (2, num_kv_heads, page_size, head_dim).
+    max_length : int, optional
+        The longest that a sequence may become, in tokens: the width of the block tables. By default all of the pool.
+    prefix_sharing : bool
+        Full pages whose tokens are known are remembered, also after their sequences are freed until their pages are
+        needed, and a new sequence begins with those that fit: see `add_sequence`.
+
+    Attributes
+    ----------
+    pages : array (num_pages, 2, page_size, num_kv_heads, head_dim)
+        The pool: ``[:, 0]`` keys, ``[:, 1]`` values.
+    num_free_pages : int
+        Pages that can still be given out.
+
+    Notes
+    -----
+    A sequence is a number, given by `add_sequence`, `fork` or `restore`. Which pages it has is decided on the host at
+    once; what happens on the device is put on the current stream and not waited for. The first use of a choice of
+    sequences copies their block table there, later ones only what changed, as arguments of a small launch. The calls
+    of several threads are safe beside each other, and on one stream (or streams in an order) so is the memory.
+
+    To capture a loop in a CUDA graph, see `step`.
+
+    Examples
+    --------
+    >>> cache = rawops.PagedKVCache(1024, 16, 8, 128)                    # doctest: +SKIP
+    >>> s = cache.add_sequence()                                         # doctest: +SKIP
+    >>> cache.append(k, v, [s], counts=[len(k)])                         # doctest: +SKIP
+    >>> out = cache.prefill(q, [s], cu_seqlens_q)                        # doctest: +SKIP
+    >>> t = cache.fork(s)                                                # doctest: +SKIP
+    >>> cache.append(k2, v2, [s, t]); out = cache.decode(q2, [s, t])     # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype="float16",
+        *,
+        layout: str = "NHD",
+        max_length: int | None = None,
+        prefix_sharing: bool = False,
+    ) -> None:
+        num_pages = checks.int_range(_NAME, "num_pages", num_pages, 0, 2**31 - 1)
+        checks.choice(_NAME, "page_size", page_size, PAGE_SIZES, "It is a power of two up to 256.")
+        heads = checks.int_range(_NAME, "num_kv_heads", num_kv_heads, 1, 2**16)
+        head_dim = checks.int_range(_NAME, "head_dim", head_dim, 1, MAX_HEAD_DIM)
+        dtype = checks.choice(_NAME, "dtype", dtypes.name(dtype), DTYPES)
+        self.layout = checks.choice(_NAME, "layout", layout, LAYOUTS)
+        if max_length is None:
+            max_length = min(num_pages * page_size, 2**31 - page_size)
+        max_length = checks.int_range(_NAME, "max_length", max_length, 0, 2**31 - page_size)
+        self._device = arrays.current_device(_NAME)
+        inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
+        self.pages = self._device.empty((num_pages, 2, *inner, head_dim), dtypes.numpy(dtype))
+        self.page_size, self.num_kv_heads, self.head_dim = page_size, heads, head_dim
+        self._allocator = PageAllocator(num_pages, page_size, -(-max_length // page_size), bool(prefix_sharing))
+        self._lock = self._allocator.lock
+        self._batches: OrderedDict[tuple[int, ...], Batch] = OrderedDict()
+        self._steps: dict[int, Batch] = {}
+        self._workspace = Workspace()
+
+    # --- sequences ---
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._allocator.num_free_pages
+
+    def add_sequence(self, tokens: Sized[int] = ()) -> int:
+        """Start a sequence.
+
+        Parameters
+        ----------
+        tokens : sequence of int, optional
+            With `prefix_sharing`: its token ids, as far as known. It begins with the longest remembered prefix of
+            them in whole pages, all but the last token at most: `length` tells how many keys it has already, and the
+            others are to be appended. Their pages are remembered as they fill.
+        """
+        return self._allocator.add(tokens)
+
+    def fork(self, sequence: int) -> int:
+        """Start a sequence with all that another one has. Pages are shared until one of the two is appended to."""
+        return self._allocator.fork(sequence)
+
+    def free(self, sequence: int) -> None:
+        """End a sequence. Pages that no other sequence has can be given out again."""
+        with self._lock:
+            self._allocator.free(sequence)
+            for names in [names for names in self._batches if sequence in names]:
+                del self._batches[names]
+
+    def length(self, sequence: int) -> int:
+        """Return the number of tokens of a sequence."""
+        return self._allocator[sequence].length
+
+    # --- tokens ---
+
+    def append(self, k, v, sequences: Sized[int], counts: Sized[int] | None = None, *, tokens=None) -> None:
+        """Add keys and values at the ends of sequences.
+
+        Parameters
+        ----------
+        k, v : array (total, num_kv_heads, head_dim)
+            Of the cache's dtype, any strides; those of the first sequence come first.
+        sequences : sequence of int
+            All different.
+        counts : sequence of int, optional
+            How many tokens each sequence gets; one each by default.
+        tokens : sequence of sequence of int, optional
+            Their ids, for prefix sharing, where `add_sequence` was not told.
+
+        Raises
+        ------
+        OutOfPagesError
+            Nothing has been written or changed.
+
+        Notes
+        -----
+        A page that is shared is copied before it is written, on the device.
+        """
+        function = f"{_NAME}.append"
+        names = tuple(sequences)
+        given = (1,) * len(names) if counts is None else tuple(int(n) for n in counts)
+        self._check_new(function, k, v, names, given, tokens)
+        with self._lock:
+            growth = self._extend(names, given, tokens)
+            batch = self._batch(names)
+            positions, sequence_ids = batch.positions, None
+            if counts is not None:
+                starts = np.repeat(np.array(growth.starts, np.int32), given)
+                before = np.repeat(np.cumsum([0, *given])[:-1], given)
+                positions = self._upload(starts + np.arange(len(starts)) - before)
+                sequence_ids = self._upload(np.repeat(np.arange(len(names)), given))
+            operands = (k, v, self.pages, batch.block_table, positions, sequence_ids)
+            append(function, operands, self.layout)
+
+    def decode(self, q, sequences: Sized[int], *, out=None, return_lse: bool = False, **options):
+        """Attend from one query of each sequence to all its keys.
+
+        Parameters
+        ----------
+        q : array (len(sequences), num_heads, head_dim)
+        sequences : sequence of int
+        out, return_lse, **options
+            As for `rawops.paged_attention`: `softmax_scale`, `window`, `softcap`, `alibi_slopes`, `num_splits`.
+
+        Returns
+        -------
+        array (len(sequences), num_heads, head_dim), and with `return_lse` float32 (num_heads, len(sequences))
+        """
+        return self._attend(f"{_NAME}.decode", q, sequences, None, out, return_lse, options)
+
+    def prefill(self, q, sequences: Sized[int], cu_seqlens_q, *, out=None, return_lse: bool = False, **options):
+        """Attend from the last queries of each sequence, causal and bottom-right: append their keys first.
+
+        Parameters
+        ----------
+        q : array (total_q, num_heads, head_dim)
+        sequences : sequence of int
+        cu_seqlens_q : int32 array (len(sequences) + 1,), or a sequence of int
+            Sequence i has the queries ``cu_seqlens_q[i] : cu_seqlens_q[i + 1]``, any number from 0 up.
+        out, return_lse, **options
+            As for `decode`.
+        """
+        if isinstance(cu_seqlens_q, (tuple, list)):
+            cu_seqlens_q = self._upload(np.array(cu_seqlens_q))
+        return self._attend(f"{_NAME}.prefill", q, sequences, cu_seqlens_q, out, return_lse, options)
+
+    # --- tables ---
+
+    def block_table(self, sequences: Sized[int]):
+        """Return the pages of sequences, int32 (len(sequences), max_pages), -1 past the last.
+
+        Later calls that name the same sequences in the same order update it in place.
+        """
+        with self._lock:
+            return self._batch(tuple(sequences)).block_table
+
+    def seq_lens(self, sequences: Sized[int]):
+        """Return the lengths of sequences, int32 (len(sequences),); updated in place as `block_table` is."""
+        with self._lock:
+            return self._batch(tuple(sequences)).seq_lens
+
+    def step(self, sequences: Sized[int], *, tokens: Sized[int] | None = None) -> tuple:
+        """Make room for one more token in each sequence, for a captured graph to fill.
+
+        The buffers that are returned are the same for every call with this number of sequences, whichever they are.
+        Capture one launch of `append_paged_kv` and `paged_attention` with them; then for each token call `step` and
+        replay the graph. Nothing is waited for.
+
+        Parameters
+        ----------
+        sequences : sequence of int
+        tokens : sequence of int, optional
+            The new token of each sequence, for prefix sharing.
+
+        Returns
+        -------
+        block_table : int32 array (len(sequences), max_pages)
+        seq_lens : int32 array (len(sequences),)
+            The new token included.
+        positions : int32 array (len(sequences),)
+            Where it goes.
+
+        Raises
+        ------
+        OutOfPagesError
+            Nothing has changed.
+        """
+        names = tuple(sequences)
+        with self._lock:
+            self._extend(names, (1,) * len(names), None if tokens is None else [[t] for t in tokens])
+            batch = self._steps.get(len(names))
+            if batch is None:
+                batch = self._steps[len(names)] = Batch(self._device, names, self._allocator.max_pages)
+            batch.choose(names)
+            batch.update(self._allocator)
+            return batch.block_table, batch.seq_lens, batch.positions
+
+    # --- host memory ---
+
+    def save(self, sequence: int) -> SavedSequence:
+        """Copy a sequence to page-locked host memory, asynchronously. It stays in the cache until it is freed.
+
+        Freeing it at once is right: what is later written to its pages comes after the copy on the stream.
+        """
+        with self._lock:
+            state = self._allocator[sequence]
+            shape = (len(state.pages), *self.pages.shape[1:])
+            data = self._host_array(shape)
+            for host, page in zip(data, state.pages, strict=True):
+                if self._device.is_emulated:
+                    host[...] = self.pages[page]
+                else:
+                    self.pages[page].get(out=host, blocking=False)
+            return SavedSequence(state.length, data, Sequence(state.pages[:], state.length, [], state.tokens[:]))
+
+    def restore(self, saved: SavedSequence) -> int:
+        """Start a sequence with what was saved, copied back asynchronously; `saved` can be used again.
+
+        Raises
+        ------
+        OutOfPagesError
+            Nothing has changed.
+        """
+        with self._lock:
+            name = self._allocator.import_sequence(saved.state)
+            for host, page in zip(saved.data, self._allocator[name].pages, strict=True):
+                copy_to_device(self.pages[page], host)
+            return name
+
+    # --- parts ---
+
+    def _check_new(self, function: str, k, v, names: tuple, counts: tuple, tokens) -> None:
+        """Check what could fail after pages have been given out."""
+        if len(counts) != len(names) or any(n < 0 for n in counts):
+            rule = f"be {len(names)} numbers from 0 up, one a sequence"
+            checks.fail(ValueError, function, "counts", rule, list(counts))
+        if tokens is not None and [len(t) for t in tokens] != list(counts):
+            rule = f"have {list(counts)} ids, as many as tokens are appended"
+            checks.fail(ValueError, function, "tokens", rule, [len(t) for t in tokens])
+        (k, v), _ = arrays.take(function, k=k, v=v)
+        arrays.device_of(function, pages=self.pages, k=k, v=v)
+        expected = (sum(counts), self.num_kv_heads, self.head_dim)
+        for name, x in (("k", k), ("v", v)):
+            checks.dtype(function, name, x, (dtypes.name(self.pages.dtype),), "Convert it to the cache's dtype.")
+            checks.shape(function, name, x, expected, "It is (tokens, num_kv_heads, head_dim).")
+
+    def _extend(self, names: tuple, counts: tuple, tokens):
+        growth = self._allocator.extend(names, counts, tokens)
+        for old, new in growth.copies:
+            self.pages[new] = self.pages[old]
+        return growth
+
+    def _batch(self, names: tuple[int, ...]) -> Batch:
+        """Return the buffers of sequences, up to date."""
+        batch = self._batches.get(names)
+        if batch is None:
+            batch = self._batches[names] = Batch(self._device, names, self._allocator.max_pages)
+            if len(self._batches) > _MAX_BATCHES:
+                self._batches.popitem(last=False)
+        self._batches.move_to_end(names)
+        batch.update(self._allocator)
+        return batch
+
+    def _attend(self, function: str, q, sequences: Sized[int], cu_seqlens_q, out, return_lse: bool, options: dict):
+        slopes = options.pop("alibi_slopes", None)
+        asked = options_of(function, **_DEFAULTS | options)
+        with self._lock:
+            batch = self._batch(tuple(sequences))
+            operands = (q, self.pages, batch.block_table, batch.seq_lens, cu_seqlens_q, slopes, out)
+            return attend(function, operands, asked, return_lse, self.layout, self._workspace)
+
+    def _upload(self, values: np.ndarray):
+        target = self._device.empty(values.shape, "int32")
+        if target.size:
+            copy_to_device(target, values.astype(np.int32))
+        return target
+
+    def _host_array(self, shape: tuple[int, ...]) -> np.ndarray:
+        dtype = self.pages.dtype
+        size = math.prod(shape)
+        if self._device.is_emulated or size == 0:
+            return np.empty(shape, dtype)
+        import cupy
+
+        memory = cupy.cuda.alloc_pinned_memory(size * dtype.itemsize)
+        return np.frombuffer(memory, dtype, size).reshape(shape)
+
+
+_DEFAULTS = {"causal": True, "softmax_scale": None, "window": (None, None), "softcap": 0.0, "num_splits": None}

@@ -1,0 +1,57 @@
+"""Memory that the blocks of one launch share: it is kept, since a captured graph may use it."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Workspace:
+    """Where blocks leave partial results and count their arrivals; grows as needed, calls that share it are in order.
+
+    The counters are zero between launches: each launch leaves them so. What was given out stays allocated, since a
+    captured graph may use it.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, list] = {"float32": [], "int32": []}
+        self._lock = threading.Lock()
+
+    def addresses(self, device, floats: int, counters: int) -> tuple[int, int]:
+        """Return the addresses of the partial results and of the counters."""
+        return self._at_least(device, "float32", floats), self._at_least(device, "int32", counters)
+
+    def _at_least(self, device, dtype: str, count: int) -> int:
+        found = self._arrays[dtype]
+        if not found or found[-1].size < count:
+            with self._lock:
+                if not found or found[-1].size < count:
+                    found.append(_zeros(device, 1 << (count - 1).bit_length(), dtype))
+        return device.pointer(found[-1])
+
+
+def _zeros(device, count: int, dtype: str):
+    """Make zeros that are ready for every stream, in a capture too: the first call alone waits for them."""
+    x = device.empty((count,), dtype)
+    if device.is_emulated:
+        x[...] = 0
+        return x
+    import cupy
+
+    with cupy.cuda.Device(device.ordinal), cupy.cuda.Stream(non_blocking=True) as stream:
+        x.fill(0)
+        stream.synchronize()
+    return x
+
+
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for each thread
+_workspaces: dict[tuple, Workspace] = {}
+
+
+def workspace_of_stream(device) -> Workspace:
+    """Return the workspace that all calls on the current stream of a device share."""
+    if device.is_emulated:
+        return Workspace()
+    stream = device.get_stream().ptr
+    key = (device.ordinal, stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
+    found = _workspaces.get(key)
+    return found if found is not None else _workspaces.setdefault(key, Workspace())
