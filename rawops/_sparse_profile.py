@@ -51,19 +51,42 @@ def profile(rows: Rows) -> Profile:
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel for one direction, with its parameters and the reason."""
+    """A kernel for one direction, with its parameters and the reason.
+
+    Attributes
+    ----------
+    kernel : {"rows", "stream", "scatter"}
+    lanes : int
+        Threads that share a row (for "stream", a short row).
+    longest : int
+        For "stream": rows with more entries have warps of their own.
+    why : str
+    """
 
     kernel: str
     lanes: int
+    longest: int
     why: str
 
     def __str__(self) -> str:
-        return f"{self.kernel} with {self.lanes} threads a row: {self.why}"
+        split = f", rows over {self.longest} entries apart" if self.kernel == "stream" else ""
+        return f"{self.kernel}, {self.lanes} threads a row{split}: {self.why}"
+
+
+def power_of_two(number: float, low: int, high: int) -> int:
+    """Return the largest power of two from `low` to `high` that is at most `number`, `low` if there is none."""
+    found = low
+    while found < high and 2 * found <= number:
+        found *= 2
+    return found
 
 
 def choose(found: Profile) -> Choice:
     """Pick the kernel for rows that look like this: the rule table."""
-    lanes = 2
-    while lanes < 32 and 2 * lanes < found.mean:
-        lanes *= 2
-    return Choice("rows", lanes, f"{found.mean:.3g} entries a row")
+    lanes = power_of_two(found.mean / 8, 1, 32)
+    return Choice("stream", lanes, max(64, 16 * lanes), f"{found.mean:.3g} entries a row")
+
+
+def choose_scatter(found: Profile) -> Choice:
+    """Pick the kernel of the transposed product for the rows that are kept."""
+    return Choice("scatter", power_of_two(found.mean, 2, 32), 0, "only one format is kept")

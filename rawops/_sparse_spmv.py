@@ -26,7 +26,8 @@ TYPES = {"value": VALUES, "vector": VALUES, "pointer": ("int32", "int64")}
 LANES = (2, 4, 8, 16, 32)
 
 
-def _smoke(value="float32", vector=None, pointer="int32", conjugate=False, **changes) -> dict:
+def smoke(value="float32", vector=None, pointer="int32", conjugate=False, **changes) -> dict:
+    """Return the choices of an instance; x and y have the type of the values unless another is given."""
     return {"value": value, "vector": vector or value, "pointer": pointer, "conjugate": conjugate, **changes}
 
 
@@ -36,10 +37,10 @@ ROWS = KernelSpec(
     template=("value", "vector", "pointer", "lanes", "conjugate"),
     choices={**TYPES, "lanes": LANES, "conjugate": (False, True)},
     smoke=(
-        *(_smoke(lanes=lanes) for lanes in (2, 32)),
-        _smoke("float64", lanes=8),
-        _smoke("float16", "float32", lanes=8),
-        _smoke("complex128", "complex128", "int64", True, lanes=16),
+        *(smoke(lanes=lanes) for lanes in (2, 32)),
+        smoke("float64", lanes=8),
+        smoke("float16", "float32", lanes=8),
+        smoke("complex128", "complex128", "int64", True, lanes=16),
     ),
     params=CALL,
 )
@@ -48,7 +49,7 @@ SCATTER = KernelSpec(
     entry="rawops::spmv_scatter",
     template=("value", "vector", "pointer", "lanes", "conjugate"),
     choices={**TYPES, "lanes": LANES, "conjugate": (False, True)},
-    smoke=(_smoke(lanes=8), _smoke("bfloat16", lanes=8), _smoke("complex64", "complex128", "int64", True, lanes=8)),
+    smoke=(smoke(lanes=8), smoke("bfloat16", lanes=8), smoke("complex64", "complex128", "int64", True, lanes=8)),
     params=CALL,
 )
 SCATTER_END = KernelSpec(
@@ -69,9 +70,12 @@ class Product(Protocol):
     ----------
     num_partials : int
         Entries that `run` writes to `partials`.
+    kept : list of array
+        What it keeps beside the formats.
     """
 
     num_partials: int
+    kept: list
 
     def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
         """Launch on contiguous vectors of one type; alpha and beta are (real, imaginary, address or 0)."""
@@ -84,6 +88,7 @@ class ByRows:
         self.device, self.rows, self.lanes = device, rows, choice.lanes
         blocks = -(-rows.shape[0] * choice.lanes // _THREADS)
         self.num_partials = min(blocks, _BLOCKS_PER_SM * device.sm_count)
+        self.kept: list[Any] = []
 
     def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
         kernel = ROWS.kernel(self.device, **types_of(self.rows, x, conjugate), lanes=self.lanes)
@@ -110,6 +115,10 @@ class Scattered:
             kernel.launch((self._blocks, 1, 1), (_THREADS, 1, 1), (call, sums))
         kernel = SCATTER_END.kernel(self.device, vector=types["vector"])
         kernel.launch((self.num_partials, 1, 1), (_THREADS, 1, 1), (call, sums))
+
+    @property
+    def kept(self) -> list:
+        return list(self._sums.values())
 
     def _workspace(self, vector: str):
         """Return the sums of a type, zero before and after every product."""

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from rawops import _sparse_formats as formats
-from rawops import _sparse_spmv as spmv
 from rawops._runtime import arrays, checks
 from rawops._sparse_formats import Rows
-from rawops._sparse_profile import Choice, Profile, choose, profile
+from rawops._sparse_profile import Choice, Profile, choose, choose_scatter, profile
 from rawops._sparse_spmm import multiply_dense
+from rawops._sparse_spmv import ByRows, Scattered
+from rawops._sparse_stream import ByStream
 
 _RESERVE = 0.8  # share of the free memory that "auto" lets the second format and its construction take
 _SORT_BYTES = 32  # an entry, of the sort that makes the second format
@@ -66,11 +67,16 @@ class _Store:
         self.choices, self.products = {}, {}
         for way in (False, True):
             if way in self.rows:
-                self.choices[way] = choose(self.profiles[way])
-                self.products[way] = spmv.ByRows(device, self.rows[way], self.choices[way])
+                self.use(way, choose(self.profiles[way]))
             else:
-                self.choices[way] = Choice("scatter", choose(self.profiles[not way]).lanes, "only one format is kept")
-                self.products[way] = spmv.Scattered(device, self.rows[not way], self.choices[way])
+                self.use(way, choose_scatter(self.profiles[not way]))
+
+    def use(self, way: bool, choice: Choice) -> None:
+        """Set the kernel of a direction."""
+        makers = {"rows": ByRows, "stream": ByStream, "scatter": Scattered}
+        rows = self.rows[not way if choice.kernel == "scatter" else way]
+        self.choices[way] = choice
+        self.products[way] = makers[choice.kernel](self.device, rows, choice)
 
     @property
     def values(self) -> Rows:
@@ -237,6 +243,7 @@ class SparseMatrix:
         ways = (self._transposed, not self._transposed)
         kept = sum(rows.nbytes for rows in store.rows.values())
         kept += sum(x.nbytes for x in (store.order, store.starts, store.derived_order) if x is not None)
+        kept += sum(x.nbytes for product in store.products.values() for x in product.kept)
         return Plan(*(store.choices[way] for way in ways), len(store.rows) == 2, kept)
 
     def to_scipy(self):

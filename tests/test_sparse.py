@@ -396,7 +396,8 @@ def test_profile_and_plan(device):
     for transposed in (A.T.profile, one.T.profile):
         assert (transposed.rows, transposed.max, transposed.empty) == (40, columns.max(), (columns == 0).sum())
     assert A.plan.dual and not one.plan.dual and one.plan.rmatvec.kernel == "scatter"
-    assert one.plan.nbytes == 253 * 8 + 101 * 4 and A.plan.nbytes == one.plan.nbytes + 253 * 8 + 41 * 4
+    assert one.plan.nbytes == 253 * 8 + 101 * 4
+    assert 0 <= A.plan.nbytes - (one.plan.nbytes + 253 * 8 + 41 * 4) < 1000  # the second format, and tiles
     assert A.T.plan.matvec == A.plan.rmatvec
     assert "scatter" in str(one.plan)
 

@@ -69,6 +69,17 @@ template <class A> __device__ inline double square(A a) {
     else return double(a) * a;
 }
 
+// Accesses that go to the L2, where other blocks see them.
+template <class A> __device__ inline void store_volatile(volatile A* to, A a) {
+    if constexpr (is_complex<A>) to->x = a.x, to->y = a.y;
+    else *to = a;
+}
+
+template <class A> __device__ inline A load_volatile(const volatile A* from) {
+    if constexpr (is_complex<A>) return A{from->x, from->y};
+    else return *from;
+}
+
 template <class A> __device__ inline A shuffle_xor(A a, int mask) {
     if constexpr (is_complex<A>) return A{__shfl_xor_sync(~0u, a.x, mask), __shfl_xor_sync(~0u, a.y, mask)};
     else return __shfl_xor_sync(~0u, a, mask);
