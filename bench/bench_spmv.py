@@ -67,7 +67,7 @@ def directions(name: str, csr: matrices.Csr, dtype: str, both: bool) -> Iterator
 
 
 def operands(csr: matrices.Csr, dtype: str, transposed: bool) -> tuple:
-    """Our matrix, the rival's for the same direction, CuPy's in A's own format, x and y; each with arrays of its own."""
+    """Our matrix, the rival's for the same direction, CuPy's in A's own format, x and y; no arrays are shared."""
     data = csr.data.astype(dtype)
     a = SparseMatrix.from_csr(data, csr.indices, csr.indptr, csr.shape, dual=transposed)
     own = csr_matrix((data, csr.indices.copy(), csr.indptr.copy()), shape=csr.shape)

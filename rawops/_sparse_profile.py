@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rawops._sparse_formats import Rows, module_of
 
@@ -85,6 +85,15 @@ def choose(found: Profile) -> Choice:
     """Pick the kernel for rows that look like this: the rule table."""
     lanes = power_of_two(found.mean / 8, 1, 32)
     return Choice("stream", lanes, max(64, 16 * lanes), f"{found.mean:.3g} entries a row")
+
+
+def candidates(found: Profile) -> list[Choice]:
+    """Return what `SparseMatrix.tune` tries: the rule's choice first."""
+    lanes = power_of_two(found.mean, 2, 32)
+    rows = Choice("rows", lanes, 0, "")
+    first = choose(found)
+    others = [replace(first, longest=64), replace(first, longest=256), rows]
+    return list(dict.fromkeys([first, *others]))
 
 
 def choose_scatter(found: Profile) -> Choice:

@@ -10,20 +10,16 @@ from __future__ import annotations
 import functools
 import numbers
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from rawops import _sparse_formats as formats
 from rawops._runtime import arrays, checks
-from rawops._sparse_formats import Rows
-from rawops._sparse_profile import Choice, Profile, choose, choose_scatter, profile
+from rawops._sparse_profile import Choice, Profile
 from rawops._sparse_spmm import multiply_dense
-from rawops._sparse_spmv import ByRows, Scattered
-from rawops._sparse_stream import ByStream
+from rawops._sparse_store import Store, is_dual
 
-_RESERVE = 0.8  # share of the free memory that "auto" lets the second format and its construction take
-_SORT_BYTES = 32  # an entry, of the sort that makes the second format
+_ZERO = (0.0, 0.0, 0)
 
 
 @dataclass(frozen=True)
@@ -48,59 +44,6 @@ class Plan:
     def __str__(self) -> str:
         formats_kept = "both formats" if self.dual else "one format"
         return f"A @ x: {self.matvec}\nA.H @ u: {self.rmatvec}\n{formats_kept}, {self.nbytes / 1e6:.1f} MB"
-
-
-class _Store:
-    """What a matrix and its transposed views share: the formats, and the product of each direction.
-
-    `rows[False]` are the compressed rows of A, `rows[True]` those of its transpose; `given` is the one that came in.
-    """
-
-    def __init__(self, device, given: bool, rows: Rows, dual: bool, order=None, starts=None) -> None:
-        self.device, self.given, self.order, self.starts = device, given, order, starts
-        self.data_size = rows.nnz if order is None else order.size
-        self.derived_order: Any = None
-        self.rows = {given: rows}
-        if dual:
-            self.rows[not given], _ = formats.transposed(device, rows)
-        self.profiles = {way: profile(kept) for way, kept in self.rows.items()}
-        self.choices, self.products = {}, {}
-        for way in (False, True):
-            if way in self.rows:
-                self.use(way, choose(self.profiles[way]))
-            else:
-                self.use(way, choose_scatter(self.profiles[not way]))
-
-    def use(self, way: bool, choice: Choice) -> None:
-        """Set the kernel of a direction."""
-        makers = {"rows": ByRows, "stream": ByStream, "scatter": Scattered}
-        rows = self.rows[not way if choice.kernel == "scatter" else way]
-        self.choices[way] = choice
-        self.products[way] = makers[choice.kernel](self.device, rows, choice)
-
-    @property
-    def values(self) -> Rows:
-        return self.rows[self.given]
-
-    def profile_of(self, way: bool) -> Profile:
-        if way not in self.profiles:  # of the format that is not kept: from the column numbers of the other
-            rows = self.rows[not way]
-            xp = formats.module_of(rows.indices)
-            indptr = formats.pointers(xp, rows.indices, rows.shape[1])
-            self.profiles[way] = profile(Rows(rows.data, rows.indices, indptr, rows.shape[::-1]))
-        return self.profiles[way]
-
-    def update(self, data) -> None:
-        """Write other values into all formats, in place: captured graphs see them."""
-        values = self.values
-        if self.order is None:
-            values.data[...] = data
-        else:
-            values.data[...] = formats.gather(self.device, data, self.order, self.starts)
-        if len(self.rows) == 2:
-            if self.derived_order is None:
-                self.derived_order = formats.column_order(values)
-            self.rows[not self.given].data[...] = formats.gather(self.device, values.data, self.derived_order)
 
 
 class SparseMatrix:
@@ -132,7 +75,7 @@ class SparseMatrix:
     __array_priority__ = 1000  # x @ A comes to __rmatmul__, also from NumPy
     __array_ufunc__ = None
 
-    def __init__(self, store: _Store, transposed: bool = False, conjugated: bool = False) -> None:
+    def __init__(self, store: Store, transposed: bool = False, conjugated: bool = False) -> None:
         self._store, self._transposed, self._conjugated = store, transposed, conjugated
 
     # --- construction -----------------------------------------------------------------------------------------------
@@ -172,7 +115,7 @@ class SparseMatrix:
         shape = formats.check_shape(function, shape)
         device, (data, row, col) = _taken(function, data=data, row=row, col=col)
         rows, order, starts = formats.from_coordinates(function, device, data, row, col, shape)
-        return cls(_Store(device, False, rows, _is_dual(function, device, rows, dual), order, starts))
+        return cls(Store(device, False, rows, is_dual(function, device, rows, dual), order, starts))
 
     @classmethod
     def from_scipy(cls, matrix, *, dual=True) -> SparseMatrix:
@@ -204,7 +147,7 @@ class SparseMatrix:
         device, taken = _taken(function, data=data, indices=indices, indptr=indptr)
         order = shape[::-1] if is_csc else shape
         rows = formats.from_compressed(function, *taken, order, "column" if is_csc else "row")
-        return cls(_Store(device, is_csc, rows, _is_dual(function, device, rows, dual)))
+        return cls(Store(device, is_csc, rows, is_dual(function, device, rows, dual)))
 
     # --- what it is -------------------------------------------------------------------------------------------------
 
@@ -257,6 +200,15 @@ class SparseMatrix:
         if self._conjugated:
             host[0] = host[0].conj()
         return (sparse.csc_array if is_csc else sparse.csr_array)(tuple(host), shape=self.shape)
+
+    def tune(self) -> Plan:
+        """Time a few kernels for each direction that has its own format, keep the fastest, and return the plan.
+
+        It synchronises, takes some milliseconds for each 10^7 entries, and changes the last bits of results (another
+        kernel adds in another order). Capture CUDA graphs after it, not before.
+        """
+        self._store.tune()
+        return self.plan
 
     def update_values(self, data) -> None:
         """Replace the values, in the order in which they were given at construction, and keep all else.
@@ -418,7 +370,7 @@ class SparseMatrix:
 
     def _target(self, function: str, out, shape: tuple, dtype, beta: tuple):
         if out is None:
-            if beta != (0.0, 0.0, 0):
+            if beta != _ZERO:
                 checks.fail(ValueError, function, "out", "be given where beta is not 0", "None")
             return self._store.device.empty(shape, dtype)
         checks.shape(function, "out", out, shape)
@@ -461,19 +413,3 @@ def _result_type(matrix: np.dtype, vector: np.dtype) -> np.dtype | None:
 
 def _overlap(a, b) -> bool:
     return formats.module_of(a).may_share_memory(a, b)
-
-
-def _is_dual(function: str, device, rows: Rows, dual) -> bool:
-    """Decide whether the second format is made."""
-    checks.choice(function, "dual", dual, (True, False, "auto"))
-    if dual != "auto":
-        return bool(dual)
-    return rows.nbytes + _SORT_BYTES * rows.nnz <= _RESERVE * _free_bytes(device)
-
-
-def _free_bytes(device) -> float:
-    if device.is_emulated:
-        return float("inf")
-    cupy = arrays.cupy_or_raise("SparseMatrix")
-    with cupy.cuda.Device(device.ordinal):
-        return cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import rawops
-from rawops import SparseMatrix, _sparse_formats
-from rawops import sparse as module
+from rawops import SparseMatrix, _sparse_formats, _sparse_store
 
 NAN = float("nan")
 
@@ -396,8 +395,11 @@ def test_profile_and_plan(device):
     for transposed in (A.T.profile, one.T.profile):
         assert (transposed.rows, transposed.max, transposed.empty) == (40, columns.max(), (columns == 0).sum())
     assert A.plan.dual and not one.plan.dual and one.plan.rmatvec.kernel == "scatter"
-    assert one.plan.nbytes == 253 * 8 + 101 * 4
-    assert 0 <= A.plan.nbytes - (one.plan.nbytes + 253 * 8 + 41 * 4) < 1000  # the second format, and tiles
+    formats = 253 * 8 + 101 * 4, 253 * 8 + 41 * 4
+    tiles = 8  # a pair of rows, for either direction
+    assert one.plan.nbytes == formats[0] + tiles and A.plan.nbytes == sum(formats) + 2 * tiles
+    one.rmatvec(device.put(np.ones(100, np.float32)))
+    assert one.plan.nbytes == formats[0] + tiles + 40 * 4  # the workspace of the first product
     assert A.T.plan.matvec == A.plan.rmatvec
     assert "scatter" in str(one.plan)
 
@@ -405,8 +407,20 @@ def test_profile_and_plan(device):
 def test_auto_keeps_one_format_where_memory_is_short(device, rng, monkeypatch):
     made = Coordinates(rng, (12, 8), 3)
     assert made.put(device, dual="auto").plan.dual
-    monkeypatch.setattr(module, "_free_bytes", lambda device: 1000)
+    monkeypatch.setattr(_sparse_store, "_free_bytes", lambda device: 1000)
     assert not made.put(device, dual="auto").plan.dual
+
+
+def test_tuning_keeps_the_fastest(device, rng, monkeypatch):
+    made = Coordinates(rng, (40, 25), 4)
+    A, x = made.put(device), integers(rng, 25, "float32")
+    times = iter([3.0, 1.0, 2.0, 0.5] * 2)
+    elapsed = _sparse_store._elapsed
+    monkeypatch.setattr(_sparse_store, "_elapsed", lambda *args: (elapsed(*args), next(times))[1])
+    plan = A.tune()
+    for choice in (plan.matvec, plan.rmatvec):
+        assert choice.kernel == "rows" and choice.why == "fastest of 4, 0.5 ms"
+    same(device, A @ device.put(x), made.dense() @ x)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

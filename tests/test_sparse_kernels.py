@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_sparse import Coordinates, integers, same
 
-from rawops import sparse as module
+from rawops import _sparse_store
 from rawops._sparse_profile import Choice
 from rawops._sparse_stream import ByStream
 
@@ -29,7 +29,7 @@ LENGTHS = {
 
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
-    monkeypatch.setattr(module, "choose", lambda found: KERNELS[request.param])
+    monkeypatch.setattr(_sparse_store, "choose", lambda found: KERNELS[request.param])
     return request.param
 
 
@@ -58,7 +58,7 @@ def test_exact_sums_and_norms(device, rng, kernel, rows):
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "complex64", "complex128"])
 def test_types(device, rng, monkeypatch, dtype):
-    monkeypatch.setattr(module, "choose", lambda found: Choice("stream", 2, 64, "a test"))
+    monkeypatch.setattr(_sparse_store, "choose", lambda found: Choice("stream", 2, 64, "a test"))
     lengths = np.array([2100, 0, 1, 40, 64, 65, *([3, 7] * 30)])
     made = Coordinates(rng, (lengths.size, 60), lengths, dtype)
     A, x = made.put(device, dual=False), integers(rng, 60, dtype)

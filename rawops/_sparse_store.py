@@ -1,0 +1,122 @@
+"""The formats that a matrix keeps, and the kernel of each direction."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from typing import Any
+
+from rawops import _sparse_formats as formats
+from rawops._runtime import arrays, checks
+from rawops._sparse_formats import Rows
+from rawops._sparse_profile import Choice, Profile, candidates, choose, choose_scatter, profile
+from rawops._sparse_spmv import ByRows, Product, Scattered
+from rawops._sparse_stream import ByStream
+
+_RESERVE = 0.8  # share of the free memory that "auto" lets the second format and its construction take
+_SORT_BYTES = 32  # an entry, of the sort that makes the second format
+_ONE, _ZERO = (1.0, 0.0, 0), (0.0, 0.0, 0)  # factors as the kernels take them
+_PRODUCTS = {"rows": ByRows, "stream": ByStream, "scatter": Scattered}
+
+
+class Store:
+    """What a matrix and its transposed views share: the formats, and the product of each direction.
+
+    `rows[False]` are the compressed rows of A, `rows[True]` those of its transpose; `given` is the one that came in.
+    """
+
+    def __init__(self, device, given: bool, rows: Rows, dual: bool, order=None, starts=None) -> None:
+        self.device, self.given, self.order, self.starts = device, given, order, starts
+        self.data_size = rows.nnz if order is None else order.size
+        self.derived_order: Any = None
+        self.rows = {given: rows}
+        if dual:
+            self.rows[not given], _ = formats.transposed(device, rows)
+        self.profiles = {way: profile(kept) for way, kept in self.rows.items()}
+        self.choices: dict[bool, Choice] = {}
+        self.products: dict[bool, Product] = {}
+        for way in (False, True):
+            if way in self.rows:
+                self.use(way, choose(self.profiles[way]))
+            else:
+                self.use(way, choose_scatter(self.profiles[not way]))
+
+    def use(self, way: bool, choice: Choice) -> None:
+        """Set the kernel of a direction."""
+        rows = self.rows[not way if choice.kernel == "scatter" else way]
+        self.choices[way] = choice
+        self.products[way] = _PRODUCTS[choice.kernel](self.device, rows, choice)
+
+    @property
+    def values(self) -> Rows:
+        return self.rows[self.given]
+
+    def profile_of(self, way: bool) -> Profile:
+        if way not in self.profiles:  # of the format that is not kept: from the column numbers of the other
+            rows = self.rows[not way]
+            xp = formats.module_of(rows.indices)
+            indptr = formats.pointers(xp, rows.indices, rows.shape[1])
+            self.profiles[way] = profile(Rows(rows.data, rows.indices, indptr, rows.shape[::-1]))
+        return self.profiles[way]
+
+    def update(self, data) -> None:
+        """Write other values into all formats, in place: captured graphs see them."""
+        values = self.values
+        if self.order is None:
+            values.data[...] = data
+        else:
+            values.data[...] = formats.gather(self.device, data, self.order, self.starts)
+        if len(self.rows) == 2:
+            if self.derived_order is None:
+                self.derived_order = formats.column_order(values)
+            self.rows[not self.given].data[...] = formats.gather(self.device, values.data, self.derived_order)
+
+    def tune(self) -> None:
+        """Time a few kernels for each format and keep the fastest."""
+        for way, rows in self.rows.items():
+            if rows.nnz == 0:
+                continue
+            x, y = (self.device.empty((size,), rows.data.dtype) for size in rows.shape[::-1])
+            x[...] = 0
+            times = {}
+            for choice in candidates(self.profiles[way]):
+                self.use(way, choice)
+                run = functools.partial(self.products[way].run, x, y, _ONE, _ZERO, None, False)
+                times[choice] = _elapsed(self.device, run)
+            best = min(times, key=times.get)
+            self.use(way, replace(best, why=f"fastest of {len(times)}, {times[best]:.3g} ms"))
+
+
+def is_dual(function: str, device, rows: Rows, dual) -> bool:
+    """Decide whether the second format is made."""
+    checks.choice(function, "dual", dual, (True, False, "auto"))
+    if dual != "auto":
+        return bool(dual)
+    return rows.nbytes + _SORT_BYTES * rows.nnz <= _RESERVE * _free_bytes(device)
+
+
+def _free_bytes(device) -> float:
+    if device.is_emulated:
+        return float("inf")
+    cupy = arrays.cupy_or_raise("SparseMatrix")
+    with cupy.cuda.Device(device.ordinal):
+        return cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
+
+
+def _elapsed(device, call, repeats: int = 5) -> float:
+    """Return milliseconds a call after a first one, by events on the current stream."""
+    call()
+    if device.is_emulated:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+    cupy = arrays.cupy_or_raise("SparseMatrix.tune")
+    with cupy.cuda.Device(device.ordinal):
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return cupy.cuda.get_elapsed_time(begin, end) / repeats
