@@ -17,7 +17,7 @@ from rawops.errors import (
     UnsupportedPTX,
 )
 from rawops.gemm import Gemm, gemm, grouped_gemm
-from rawops.lora import FusedLoRA, lora_linear
+from rawops.lora import FusedLoRA, MultiLoRA, lora_linear
 from rawops.lsmr import LSMR, LinearOperator, LSMRResult, lsmr
 from rawops.paged_kv import PagedKVCache, append_paged_kv, paged_attention
 from rawops.sparse import SparseMatrix
@@ -37,6 +37,7 @@ __all__ = [
     "MemoryFault",
     "OutOfPagesError",
     "PagedKVCache",
+    "MultiLoRA",
     "RaceError",
     "RawopsError",
     "SparseMatrix",

@@ -59,7 +59,7 @@ __device__ inline void load_operand(uint32_t destination, const TensorMap& map, 
 
 // The producer: one thread that keeps the ring full.
 template <class Tile>
-__device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCall* low_rank,
+__device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCallOf<Tile>* low_rank,
                                   const Schedule<Tile>& schedule, const Exchange<Tile>& exchange) {
     using LowRank = typename Tile::LowRank;
     RingPosition<Tile::STAGES> slot;
@@ -186,9 +186,9 @@ __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typena
 
 // A consumer warpgroup: its tiles, one after the other.
 template <class Tile>
-__device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& params, const LowRankCall* low_rank,
-                                      const Schedule<Tile>& schedule, float alpha, const Exchange<Tile>& exchange,
-                                      const Consumer& self) {
+__device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& params,
+                                      const LowRankCallOf<Tile>* low_rank, const Schedule<Tile>& schedule, float alpha,
+                                      const Exchange<Tile>& exchange, const Consumer& self) {
     constexpr int TURNS = Tile::kPingPong ? 2 : 1;
     const int begin = Tile::kPingPong ? self.number : 0, k_blocks = schedule.k_blocks;
     uint32_t turn_phase = self.number ^ 1;  // the first turn of consumer 0 is its own
@@ -222,7 +222,11 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
                 if (self.leads()) barrier_arrive(exchange.lora_b_barriers.empty(0));
                 tile_phase ^= 1;
             }
-            finish_work<Tile>(sum, epilogue, alpha, maps.d, work, self);
+            if constexpr (Tile::LowRank::kSorted) {
+                Tile::LowRank::template finish<Tile>(sum, epilogue, alpha, params, *low_rank, work, self);
+            } else {
+                finish_work<Tile>(sum, epilogue, alpha, maps.d, work, self);
+            }
         };
         if constexpr (Tile::CLUSTER > 1) {
             typename Tile::Finished sum;
@@ -254,7 +258,7 @@ __device__ inline Schedule<Tile> schedule_of(const GemmShape& shape, int raster_
 
 // The body of the kernels. With a cluster, the grid has a block for every slice of every tile.
 template <class Tile>
-__device__ inline void run_gemm(const GemmMaps& maps, const GemmParams& params, const LowRankCall* low_rank,
+__device__ inline void run_gemm(const GemmMaps& maps, const GemmParams& params, const LowRankCallOf<Tile>* low_rank,
                                 int raster_group, const GroupOffsets* groups = nullptr) {
     extern __shared__ __align__(1024) char shared[];
     const Exchange<Tile> exchange(shared_address(shared));

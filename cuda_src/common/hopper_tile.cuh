@@ -13,15 +13,18 @@ enum Finish : int {
 };
 
 // A low-rank part y @ lora_b with y = a @ lora_a, up to RANK ranks; see hopper_low_rank.cuh. kRides: y is made here.
+struct LowRankCall;
 template <int RANK_, bool kRides_, bool kAKMajor_, bool kBKMajor_> struct LowRank {
+    using Call = LowRankCall;
     static constexpr int RANK = RANK_;
-    static constexpr bool kRides = kRides_, kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
+    static constexpr bool kRides = kRides_, kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kSorted = false;
     using OperandA = WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>;
     using Accumulators = float[RANK / 2];
 };
 struct NoLowRank {
+    using Call = LowRankCall;
     static constexpr int RANK = 0;
-    static constexpr bool kRides = false;
+    static constexpr bool kRides = false, kSorted = false;
     using Accumulators = float[1];
 };
 
@@ -79,6 +82,8 @@ struct HopperTile {
     static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::kRides * LowRank::RANK) * 4 <= LORA_B_AT,
                   "the ring holds partial sums");
 };
+
+template <class Tile> using LowRankCallOf = typename Tile::LowRank::Call;  // what a kernel takes for it
 
 // One tile: its place in D, where the rows that it may write end, and the batch it belongs to.
 struct Work {

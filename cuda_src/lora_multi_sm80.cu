@@ -1,0 +1,59 @@
+// x @ c with an adapter for each row, on the tensor cores of sm_80 and later: the GEMM of gemm_sm80.cu on the sorted
+// rows of lora_shrink.cu, with the low-rank part on the same accumulators and the rows put back on their way out.
+#include "common/adapters.cuh"
+#include "common/gemm_problem.cuh"
+#include "common/mma_tile.cuh"
+
+namespace rawops {
+
+struct MultiParams {
+    GemmCall call;  // a is x, sorted
+    GemmShape shape;
+    Adapters adapters;
+};
+
+template <class T, class Out, class Shape, bool kBKMajor, int ACCESS_B, int kActivation>
+__global__ void __launch_bounds__(Shape::THREADS, 1) lora_multi_sm80(const __grid_constant__ MultiParams params) {
+    using Epilogue = Epilogue<T, Out, kActivation>;
+    using Tile = MmaTile<T, Shape, true, kBKMajor, 16, ACCESS_B, Epilogue::kGated>;
+    constexpr int TILE_COLS = Epilogue::kGated ? Shape::BLOCK_N / 2 : Shape::BLOCK_N;  // columns of D
+    extern __shared__ __align__(128) char shared[];
+    const GemmCall& call = params.call;
+    const GemmShape& shape = params.shape;
+    const Adapters& adapters = params.adapters;
+
+    const int thread = threadIdx.x, cols = shape.epilogue.cols;
+    const TileIndex tile = grouped_raster(blockIdx.x, ceil_div(shape.M, Shape::BLOCK_M), ceil_div(cols, TILE_COLS));
+    const int m_begin = tile.m * Shape::BLOCK_M, n_begin = tile.n * TILE_COLS;
+    const int k_begin = blockIdx.y * shape.k_per_split;
+
+    typename Tile::LoaderA loader_x(static_cast<const T*>(call.a), adapters.x_row, 1, m_begin, shape.M, k_begin, 0,
+                                    thread);
+    typename Tile::LoaderB loader_c(static_cast<const T*>(call.b), shape.b.col, shape.b.row, n_begin, cols, k_begin,
+                                    cols * shape.b.col, thread);
+    typename Tile::Accumulators acc = {};
+    NoRider rider;
+    multiply_tile<Tile>(acc, loader_x, loader_c, rider, shared_address(shared),
+                        min_of(shape.K - k_begin, shape.k_per_split), thread);
+    if (blockIdx.y == 0) {  // the first slice of K adds it
+        const int warp = thread / kWarpSize, warp_cols = Epilogue::kGated ? Tile::WARP_N / 2 : Tile::WARP_N;
+        const int n = n_begin + warp % Tile::WARPS_N * warp_cols;
+        auto columns_of = [&](int atom) {
+            const int part = atom * 8 / warp_cols * cols;
+            return Columns{part + n + atom * 8 % warp_cols, part + cols};
+        };
+#pragma unroll
+        for (int i = 0; i < Tile::ATOMS_M; ++i) {
+            const int first = m_begin + warp / Tile::WARPS_N * Tile::WARP_M + i * 16;
+            add_adapters<T>(acc[i], adapters, first, thread % kWarpSize, columns_of);
+        }
+    }
+
+    EpilogueCall target = call.epilogue;
+    target.out = static_cast<Out*>(target.out) + blockIdx.y * shape.partial_stride;
+    const int batch[3] = {};
+    const Epilogue epilogue(target, shape.epilogue, batch, 1.0f);
+    finish_tile<Tile>(acc, RowsPutBack<Epilogue>{epilogue, adapters}, shared, m_begin, n_begin, thread);
+}
+
+}  // namespace rawops

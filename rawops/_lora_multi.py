@@ -1,0 +1,342 @@
+"""Many LoRA adapters on one base weight, each row of a batch with its own: `MultiLoRA`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rawops import _gemm_sm90, config
+from rawops._gemm_call import Launch, OnHopper
+from rawops._gemm_config import Problem
+from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, check_bias, check_given, number
+from rawops._lora_multi_config import (
+    ADAPTERS,
+    DTYPES,
+    GROUP,
+    MOST_GROUPED,
+    ROWS,
+    SHRINK,
+    SHRINK_PARAMS,
+    SM80,
+    THREADS,
+    padded_rank,
+    plan,
+    row_of_sorted,
+    split_of_k,
+)
+from rawops._lora_product import Base, check_columns, check_input
+from rawops._runtime import arrays, checks, dtypes
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The adapters on the device, slot by slot; strides in elements.
+
+    Attributes
+    ----------
+    a : array (max_loras, slices, slot_rank, a_row)
+        Transposed: a row for each rank, filled up to K and to the slice's rank.
+    b : array (max_loras, N, slot_rank)
+        Transposed as well; a column has the ranks of the slice that it is in.
+    ranks, scalings : array (max_loras, slices) int32, array (max_loras,) float32
+    slices : array (slices, 2) int32
+    """
+
+    a: object
+    b: object
+    ranks: object
+    scalings: object
+    slices: object
+
+    @classmethod
+    def empty(cls, device, dtype, sizes: tuple, max_loras: int, max_rank: int, slices: tuple) -> _Stack:
+        (K, N), slot_rank = sizes, padded_rank(max_rank)
+        stack = cls(
+            a=device.empty((max_loras, len(slices), slot_rank, -(-K // 8) * 8), dtype),
+            b=device.empty((max_loras, N, slot_rank), dtype),
+            ranks=device.empty((max_loras, len(slices)), np.dtype("int32")),
+            scalings=device.empty((max_loras,), np.dtype("float32")),
+            slices=device.empty((len(slices), 2), np.dtype("int32")),
+        )
+        stack.ranks[...] = 0
+        stack.scalings[...] = 0
+        for i, bounds in enumerate(slices):
+            for j, bound in enumerate(bounds):
+                stack.slices[i, j] = bound
+        return stack
+
+    def addresses(self, device) -> list[int]:
+        return [device.pointer(x) for x in (self.a, self.b, self.ranks, self.scalings, self.slices)]
+
+
+class _SortedProduct(Base):
+    """x @ c on sorted rows with the low-rank part beside it; the last operand is the kernels' Adapters, packed."""
+
+    def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
+        if not _gemm_sm90.supports(*described):
+            return None
+        sorted_row = row_of_sorted(request.arrays["a"].shape[1])
+        return OnHopper(plan(*described, sorted_row), shape, lambda operands, _: ((operands[-1],), None))
+
+    def kernel(self, device, request: Request, problem: Problem, config, choices: dict, further: dict):
+        kernel = SM80[problem.kind].kernel(device, **{name: choices[name] for name in SM80[problem.kind].template})
+        memory = config.tile.shared_bytes(dtypes.itemsize(problem.dtype))
+        return kernel, memory, lambda operands, _: (operands[-1], None)
+
+
+class _MultiProduct(Base):
+    """The product of a `MultiLoRA`, whose last operand is lora_indices."""
+
+    roles = (*ROLES, "lora_indices")
+
+    def __init__(self, function: str, activation: str | None, stack: _Stack) -> None:
+        super().__init__(function, Options(activation), {})
+        self.stack = stack
+        self._sorted = _SortedProduct(function, self.options, self.workspaces)
+
+    def prepare(self, device, operands: tuple, addresses: list) -> Launch:
+        x, c, *_, indices = operands
+        check_input(self.function, x, c)
+        if x.ndim != 2:
+            checks.fail(ValueError, self.function, "x", "have 2 dimensions", f"shape {tuple(x.shape)}")
+        checks.dtype(self.function, "lora_indices", indices, ("int32",))
+        checks.shape(self.function, "lora_indices", indices, (x.shape[0],), "One index a row of x.")
+        if addresses[-1] % 4 or indices.strides[0] % 4:
+            checks.fail(ValueError, self.function, "lora_indices", "lie on whole elements", "an array between them")
+        launch = self._sorted.prepare(device, operands[: len(ROLES)], addresses[: len(ROLES)])
+        if launch.run is None:
+            return launch
+        overlaps = tuple(overlap for overlap in launch.overlaps if overlap[0] != 0)  # x is copied before out is written
+        return replace(launch, overlaps=overlaps, run=self._steps_before(device, operands, addresses, launch.run))
+
+    def _steps_before(self, device, operands: tuple, addresses: list, run):
+        """Return a function that sorts the rows, makes y, and then runs the product."""
+        x, indices, stack = operands[0], operands[-1], self.stack
+        (M, K), dtype, (max_loras, slices, slot_rank, a_row) = x.shape, x.dtype, stack.a.shape
+        capacity = 1 << max(M - 1, 15).bit_length()  # few sizes of workspaces for batches of any size
+        splits, k_per_split = split_of_k(M, K, slices, device.sm_count)
+        x_row, x_col = (s // dtype.itemsize for s in x.strides)
+        is_aligned = addresses[0] % 16 == 0 and x_col == 1 and K % 8 == 0 and x_row % 8 == 0
+        atoms = next((n for n in (2, 4) if n * 8 >= slot_rank), 8)
+        choices = {"dtype": dtypes.name(dtype), "is_aligned": is_aligned, "groups": M <= MOST_GROUPED}
+        shrink = SHRINK.kernel(device, atoms=atoms, **choices)
+        group = None if M <= MOST_GROUPED else GROUP.kernel(device)
+        sorted_row = row_of_sorted(K)
+        of_shrink = (x_row, x_col, a_row, sorted_row, indices.strides[0] // 4)
+        of_shrink += (M, K, k_per_split, max_loras, slot_rank, capacity)
+        of_adapters = (sorted_row, max_loras, slices, slot_rank, splits, capacity, M, stack.b.shape[1])
+        workspaces = functools.partial(self._workspaces, device, dtype, capacity, sorted_row, slices * splits)
+        a, b, ranks, scalings, columns = stack.addresses(device)
+        grid = (-(-M // ROWS), splits, slices)
+
+        def steps(operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+            _kept, (sorted_x, y, places) = workspaces()
+            order = (places, places + 4 * capacity)
+            params = SHRINK_PARAMS.pack(
+                addresses[0], a, addresses[-1], ranks, scalings, sorted_x, y, *order, *of_shrink
+            )
+            if group is not None:
+                group.launch((-(-M // THREADS), 1, 1), (THREADS, 1, 1), (params,))
+            shrink.launch(grid, (THREADS, 1, 1), (params,))
+            adapters = ADAPTERS.pack(b, y, ranks, columns, *order, *of_adapters)
+            run((*operands[: len(ROLES)], adapters), [sorted_x, *addresses[1 : len(ROLES)]], alpha, beta)
+
+        return steps
+
+    def _workspaces(self, device, dtype, capacity: int, sorted_row: int, planes: int) -> tuple[list, list]:
+        """Return x sorted, y, and the slots and places of its rows: arrays, addresses."""
+        found = [
+            self.workspace(device, (capacity, sorted_row), dtype),
+            self.workspace(device, (planes, capacity, self.stack.b.shape[2]), np.dtype("float32")),
+            self.workspace(device, (2, capacity), np.dtype("int32")),
+        ]
+        return [x for x, _ in found], [address for _, address in found]
+
+
+class MultiLoRA:
+    """A linear layer with a stack of LoRA adapters, of which each row of x has its own or none.
+
+    Row i of the result is ``activation(x[i] @ c + scaling * (x[i] @ a) @ b + bias) + residual[i]`` with the adapter in
+    slot ``lora_indices[i]``. Both products are added in one float32 accumulator before the only write of the result,
+    and the intermediate ``x @ a`` is float32. Rows without an adapter have the bits of `rawops.gemm`.
+
+    One launch sorts the rows by adapter and makes ``x @ a`` on tensor cores (two launches for more than 256 rows), the
+    next is the GEMM, whose tiles take in ``b`` once for all their rows of an adapter: segments of rows as in Punica's
+    SGMV (arXiv:2310.18547), where a row alone is a segment of one. Nothing synchronises, and the grid does not depend
+    on lora_indices: a captured call may be replayed with others.
+
+    Parameters
+    ----------
+    c : array (K, N)
+        The base weight, float16 or bfloat16; kept, not copied.
+    max_loras : int
+        Slots. Their memory is allocated here: ``(K * slices + N) * max_rank`` entries each, with max_rank rounded up to
+        a multiple of 16.
+    max_rank : int
+        The largest rank that a slot takes; smaller ones cost no more time than they need.
+    slices : sequence of (start, stop), optional
+        Ranges of the N columns, each with an ``a`` and ``b`` of its own, as the query, key and value columns of one
+        fused weight. They must not overlap; columns outside of all have no adapter. One slice with all columns if left
+        out.
+    bias : array (N,), optional
+    activation : str, optional
+        As for `rawops.gemm`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what does not fit, before anything is allocated.
+
+    Notes
+    -----
+    After a first call, a call of the same sizes with ``out=`` allocates nothing and can be captured in a CUDA graph.
+    Calls of one object share workspaces: they belong on one stream, or in an order that streams keep. The same call
+    gives the same bits.
+    """
+
+    def __init__(
+        self, c, max_loras: int, max_rank: int, *, slices=None, bias=None, activation: str | None = None
+    ) -> None:
+        check_given("MultiLoRA", c=c)
+        (self.c, self.bias), _ = arrays.take("MultiLoRA", c=c, bias=bias)
+        device = arrays.device_of("MultiLoRA", c=self.c, bias=self.bias)
+        dtype = checks.dtype("MultiLoRA", "c", self.c, DTYPES)
+        if self.c.ndim != 2:
+            checks.fail(ValueError, "MultiLoRA", "c", "have 2 dimensions", f"shape {tuple(self.c.shape)}")
+        self.max_loras = checks.int_range("MultiLoRA", "max_loras", max_loras, 1, MAX_SIZE)
+        self.max_rank = checks.int_range("MultiLoRA", "max_rank", max_rank, 0, MAX_SIZE)
+        self.slices = check_slices("MultiLoRA", slices, self.c.shape[1])
+        if self.bias is not None:
+            check_bias("MultiLoRA", self.bias, dtype, self.c.shape[1])
+        self._product = _MultiProduct("MultiLoRA", activation, None)
+        check_columns("MultiLoRA", self.c, activation)
+        self._device, self._current = device, _current_of(device)
+        with self._current():
+            stack = _Stack.empty(device, self.c.dtype, self.c.shape, self.max_loras, self.max_rank, self.slices)
+        self._product.stack = self._stack = stack
+
+    def load(self, slot: int, a, b, scaling: float = 1.0) -> None:
+        """Copy an adapter into a slot, in the place of what was there.
+
+        The copies are queued on the current stream: calls queued before see the slot as it was, those after as it is.
+
+        Parameters
+        ----------
+        slot : int
+        a : array (K, rank)
+        b : array (rank, N)
+            Of c's dtype, any strides, any rank up to max_rank. With `slices`, sequences of arrays, one for each: a
+            of (K, rank), b of (rank, stop - start), or None for both where the slice has no low-rank part.
+        scaling : float
+            Usually ``lora_alpha / rank``.
+        """
+        function = "MultiLoRA.load"
+        slot = checks.int_range(function, "slot", slot, 0, self.max_loras - 1)
+        scaling = number(function, "scaling", scaling)
+        pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)
+        stack, K = self._stack, self.c.shape[0]
+        with self._current():
+            for i, (pair, (start, stop)) in enumerate(zip(pairs, self.slices, strict=True)):
+                rank = 0 if pair is None else pair[0].shape[1]
+                if rank:
+                    stack.a[slot, i, :rank, :K] = pair[0].T
+                    stack.b[slot, start:stop, :rank] = pair[1].T
+                stack.ranks[slot, i] = rank
+            stack.scalings[slot] = scaling
+
+    def unload(self, slot: int) -> None:
+        """Empty a slot, in stream order as `load`; rows with its index then have no adapter."""
+        slot = checks.int_range("MultiLoRA.unload", "slot", slot, 0, self.max_loras - 1)
+        with self._current():
+            self._stack.ranks[slot] = 0
+
+    def __call__(self, x, lora_indices, *, residual=None, out=None):
+        """Run on x (M, K) with the adapters in the slots lora_indices (M,), int32 on the device, in any order.
+
+        -1, any other number that is no slot, and that of an empty slot stand for no adapter; with RAWOPS_CHECK=1 the
+        latter two raise ValueError, for which the indices are read on the host.
+
+        Returns
+        -------
+        array (M, N), or (M, N/2) for swiglu
+        """
+        if config.current().check:
+            self._check_indices(lora_indices)
+        return self._product((x, self.c, out, None, self.bias, residual, lora_indices))
+
+    def _check_indices(self, lora_indices) -> None:
+        (indices,), _ = arrays.take("MultiLoRA", lora_indices=lora_indices)
+        for index in sorted({int(i) for i in indices.tolist()} - {-1}):
+            if not 0 <= index < self.max_loras:
+                rule = f"be -1 or between 0 and {self.max_loras - 1}"
+                checks.fail(ValueError, "MultiLoRA", "lora_indices", rule, index)
+            if not self._stack.ranks[index].any():
+                checks.fail(ValueError, "MultiLoRA", "lora_indices", "name slots with an adapter", f"empty {index}")
+
+
+def check_slices(function: str, slices, N: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of columns as ints; one of all columns for None."""
+    if slices is None:
+        return ((0, N),)
+    hint = "Give a sequence of (start, stop), such as [(0, 4096), (4096, 5120)]."
+    if not isinstance(slices, Sequence) or not all(isinstance(s, Sequence) and len(s) == 2 for s in slices):
+        checks.fail(TypeError, function, "slices", "be pairs of column numbers", repr(slices), hint)
+    found = tuple(
+        (checks.int_range(function, "slices", start, 0, N), checks.int_range(function, "slices", stop, 0, N))
+        for start, stop in slices
+    )
+    if not found:
+        checks.fail(ValueError, function, "slices", "have at least one range", "none", hint)
+    ordered = sorted(found)
+    for start, stop in ordered:
+        if start > stop:
+            checks.fail(ValueError, function, "slices", "start before they stop", (start, stop), hint)
+    for one, other in itertools.pairwise(ordered):
+        if one[1] > other[0]:
+            checks.fail(ValueError, function, "slices", "not overlap", f"{one} and {other}", hint)
+    return found
+
+
+def take_factors(function: str, c, a, b, slices: tuple, max_rank: int) -> list[tuple | None]:
+    """Return the arrays (a, b) of each slice, checked; None where there is no low-rank part."""
+    if len(slices) == 1 and not isinstance(a, Sequence):
+        a, b = [a], [b]
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, Sequence) or len(x) != len(slices):
+            got = f"{len(x)} of them" if isinstance(x, Sequence) else type(x).__name__
+            checks.fail(ValueError, function, name, f"have an array for each of {len(slices)} slices", got)
+    return [
+        _take_pair(function, c, pair, stop - start, max_rank, f"[{i}]" if len(slices) > 1 else "")
+        for i, (pair, (start, stop)) in enumerate(zip(zip(a, b, strict=True), slices, strict=True))
+    ]
+
+
+def _take_pair(function: str, c, pair: tuple, width: int, max_rank: int, which: str) -> tuple | None:
+    a_name, b_name = f"a{which}", f"b{which}"
+    if which and pair[0] is None and pair[1] is None:
+        return None
+    check_given(function, **dict(zip((a_name, b_name), pair, strict=True)))
+    (a, b, _), _ = arrays.take(function, **{a_name: pair[0], b_name: pair[1], "c": c})
+    arrays.device_of(function, **{"c": c, a_name: a, b_name: b})
+    for name, x in ((a_name, a), (b_name, b)):
+        checks.dtype(function, name, x, (c.dtype.name,), "c, a and b have one dtype; convert one of them.")
+        if x.ndim != 2:
+            checks.fail(ValueError, function, name, "have 2 dimensions", f"shape {tuple(x.shape)}")
+    rank = a.shape[1]
+    if rank > max_rank:
+        checks.fail(ValueError, function, a_name, f"have at most {max_rank} columns, the max_rank", rank)
+    checks.shape(function, a_name, a, (c.shape[0], rank), "a is (K, rank): transpose it?")
+    checks.shape(function, b_name, b, (rank, width), "b is (rank, columns): transpose it?")
+    return a, b
+
+
+def _current_of(device):
+    """Return a context manager in which CuPy works on a device."""
+    if device.is_emulated:
+        return contextlib.nullcontext
+    return functools.partial(arrays.cupy_or_raise("MultiLoRA").cuda.Device, device.ordinal)

@@ -1,0 +1,178 @@
+"""The kernels of a product with an adapter for each row: their parameters and instances, and the launch on Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rawops import _gemm_sm90
+from rawops._gemm_config import CALL_FIELDS, LAYOUT_CHOICES, SHAPE_FIELDS, SWIGLU, TILES
+from rawops._gemm_operands import Operand
+from rawops._gemm_sm90 import DIRECT, PLAIN
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+
+DTYPES = ("float16", "bfloat16")
+RANK_STEP = 16  # a slot has room for a multiple of it
+ROWS = 16  # that a block of the shrink kernel works on
+THREADS = 128  # of a block of the shrink and the group kernels
+K_STEP = 128  # of a slice of K
+MOST_GROUPED = 256  # rows that every block of the shrink kernel sorts by itself, which saves a launch
+
+_MAX_SPLITS = 16
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+_ADAPTER_FIELDS = {
+    **dict.fromkeys(("stack_b", "y", "ranks", "slices", "slots", "result_rows"), "pointer"),
+    "sorted_row": "int64",
+    **dict.fromkeys(
+        ("max_loras", "slice_count", "slot_rank", "splits", "capacity", "row_count", "column_count"), "int32"
+    ),
+}
+ADAPTERS = ParamStruct("Adapters", **_ADAPTER_FIELDS)
+SHRINK_PARAMS = ParamStruct(
+    "ShrinkParams",
+    **dict.fromkeys(("x", "stack_a", "indices", "ranks", "scalings", "sorted", "y", "slots", "result_rows"), "pointer"),
+    **dict.fromkeys(("x_row", "x_col", "a_row", "sorted_row", "index_stride"), "int64"),
+    **dict.fromkeys(("M", "K", "k_per_split", "max_loras", "slot_rank", "capacity"), "int32"),
+)
+GROUP = KernelSpec(
+    source="lora_shrink.cu",
+    entry="rawops::lora_group",
+    template=(),
+    choices={},
+    smoke=({},),
+    params=SHRINK_PARAMS,
+)
+SHRINK = KernelSpec(
+    source="lora_shrink.cu",
+    entry="rawops::lora_shrink",
+    template=("dtype", "atoms", "is_aligned", "groups"),
+    choices={"dtype": DTYPES, "atoms": (2, 4, 8), "is_aligned": (True, False), "groups": (True, False)},
+    smoke=[
+        {"dtype": "float16", "atoms": atoms, "is_aligned": is_aligned, "groups": is_aligned}
+        for atoms in (2, 8)
+        for is_aligned in (True, False)
+    ],
+    params=SHRINK_PARAMS,
+)
+
+
+def _sm80(kind: str, accesses: tuple[int, ...]) -> KernelSpec:
+    """Declare the main kernel with the tiles of one kind of GEMM, of which it must give the bits."""
+    choices = {
+        "dtype": DTYPES,
+        "out_dtype": (*DTYPES, "float32"),
+        "tile": tuple(tile.cpp for tile in TILES[kind]),
+        "b_k_major": (True, False),
+        "access_b": accesses,
+        "activation": LAYOUT_CHOICES["activation"],
+    }
+    smoke = [
+        dict(zip(choices, ("float16", "float16", tile.cpp, tile.block_m == 64, accesses[0], activation), strict=True))
+        for tile in TILES[kind]
+        for activation in ((0, SWIGLU) if tile.block_m == 64 else (0,))
+    ]
+    return KernelSpec(
+        source="lora_multi_sm80.cu",
+        entry="rawops::lora_multi_sm80",
+        template=tuple(choices),
+        choices=choices,
+        smoke=smoke if kind == "16-bit" else smoke[-1:],
+        params=ParamStruct("MultiParams", **CALL_FIELDS, **SHAPE_FIELDS, **_ADAPTER_FIELDS),
+    )
+
+
+SM80 = {"16-bit": _sm80("16-bit", (16, 8)), "16-bit narrow": _sm80("16-bit narrow", (16, 8, 4, 2))}
+
+
+def _sm90(entry: str, cluster: dict, *smoke: tuple) -> KernelSpec:
+    choices = {
+        "dtype": DTYPES,
+        "out_dtype": (*DTYPES, "float32"),
+        "block_m": (64, 128),
+        "block_n": tuple(range(16, 257, 16)),
+        "stages": tuple(range(2, 9)),
+        **cluster,
+        "b_k_major": (True, False),
+        "activation": LAYOUT_CHOICES["activation"],
+        "finish": (PLAIN, DIRECT),
+    }
+    return KernelSpec(
+        source="lora_multi_sm90.cu",
+        entry=f"rawops::{entry}",
+        template=tuple(choices),
+        choices=choices,
+        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
+        min_arch=90,
+        max_arch=90,
+    )
+
+
+SM90 = _sm90(
+    "lora_multi_sm90",
+    {},
+    ("bfloat16", "bfloat16", 64, 224, 5, True, 0, PLAIN),
+    ("float16", "float16", 64, 256, 4, False, 0, PLAIN),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, 0, PLAIN),
+    ("float16", "float16", 128, 256, 3, False, SWIGLU, DIRECT),
+)
+SM90_CLUSTER = _sm90(
+    "lora_multi_sm90_cluster", {"cluster": (2, 8)}, ("bfloat16", "bfloat16", 64, 128, 7, 2, True, 0, PLAIN)
+)
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def padded_rank(max_rank: int) -> int:
+    """Return the ranks that a slot has room for."""
+    return max(-(-max_rank // RANK_STEP), 1) * RANK_STEP
+
+
+def row_of_sorted(K: int) -> int:
+    """Return the stride of x's rows once they are sorted: on 16-byte boundaries."""
+    return max(-(-K // 8), 1) * 8
+
+
+def split_of_k(M: int, K: int, slices: int, sm_count: int) -> tuple[int, int]:
+    """Choose over how many slices of K the blocks that make y share it, so that there is a block for every SM.
+
+    Returns the number of slices and their size. Their partial sums are added up by the main kernel.
+    """
+    blocks = max(-(-M // ROWS) * slices, 1)
+    splits = min(max(sm_count // blocks, 1), max(K // K_STEP, 1), _MAX_SPLITS)
+    k_per_split = max(-(-K // (splits * K_STEP)), 1) * K_STEP
+    return max(-(-K // k_per_split), 1), k_per_split
+
+
+# --- the main kernel on Hopper --------------------------------------------------------------------------------------
+
+
+def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, sorted_row: int):
+    """Prepare a product that `_gemm_sm90.supports` accepts on rows of x that are `sorted_row` apart.
+
+    The configuration is that of `gemm` for x as it comes: rows without an adapter get the same bits.
+    """
+    problem = _gemm_sm90.describe_problem(operands, M, N, K, extents, activation)
+    config = _gemm_sm90.select_config(problem, device.sm_count, device.max_shared_bytes)
+    config = replace(config, ping_pong=False)
+    b, out = operands["b"], operands["out"]
+    finish = PLAIN if problem.finish == PLAIN else DIRECT
+    choices = {
+        "dtype": b.dtype,
+        "out_dtype": out.dtype,
+        "block_m": config.block_m,
+        "block_n": config.block_n,
+        "stages": config.stages,
+        "b_k_major": problem.b_k_major,
+        "activation": activation,
+        "finish": finish,
+    }
+    if config.cluster > 1:
+        choices["cluster"] = config.cluster
+    x = Operand(b.dtype, b.itemsize, 0, sorted_row, 1, [0, 0, 0])
+    maps = _gemm_sm90.tensor_maps(
+        device, {**operands, "a": x}, replace(problem, a_k_major=True), config, (M, N, K), extents
+    )
+    kernel = (SM90 if config.cluster == 1 else SM90_CLUSTER).kernel(device, **choices)
+    shared_bytes = config.shared_bytes(problem)
+    return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), shared_bytes, maps, lambda adapters: adapters)
