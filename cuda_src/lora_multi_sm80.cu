@@ -12,6 +12,42 @@ struct MultiParams {
     Adapters adapters;
 };
 
+// b straight from memory.
+template <class T, class Columns> struct DirectRanks {
+    const T* b;  // of the adapter, at this thread's ranks
+    const Adapters& adapters;
+    const RankStep& step;
+    const Columns& columns;
+    int lane;
+
+    __device__ DirectRanks(const Adapters& adapters_, const RankStep& step_, const Columns& columns_, int lane_)
+        : b(static_cast<const T*>(adapters_.b) + int64_t(step_.slot) * adapters_.N * adapters_.slot_rank + step_.begin +
+            lane_ % 4 * 4),
+          adapters(adapters_),
+          step(step_),
+          columns(columns_),
+          lane(lane_) {}
+
+    __device__ uint2 read(int atom) const {
+        const int n = columns.begin(atom) + lane / 4;
+        if (n < step.from || n >= min_of(step.to, columns.end(atom))) return {};
+        return *reinterpret_cast<const uint2*>(b + int64_t(n) * adapters.slot_rank);
+    }
+};
+
+// Calls visit(acc[i]): registers have no index.
+template <class Tile, class Visit>
+__device__ inline void for_row(typename Tile::Accumulators& acc, int i, Visit visit) {
+#pragma unroll
+    for (int candidate = 0; candidate < Tile::ATOMS_M; ++candidate) {
+        if (candidate == i) visit(acc[candidate]);
+    }
+}
+template <int ATOMS> __device__ inline void copy_atoms(float (&to)[ATOMS][4], const float (&from)[ATOMS][4]) {
+#pragma unroll
+    for (int i = 0; i < ATOMS * 4; ++i) to[i / 4][i % 4] = from[i / 4][i % 4];
+}
+
 template <class T, class Out, class Shape, bool kBKMajor, int ACCESS_B, int kActivation>
 __global__ void __launch_bounds__(Shape::THREADS, 1) lora_multi_sm80(const __grid_constant__ MultiParams params) {
     using Epilogue = Epilogue<T, Out, kActivation>;
@@ -38,14 +74,20 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) lora_multi_sm80(const __gri
     if (blockIdx.y == 0) {  // the first slice of K adds it
         const int warp = thread / kWarpSize, warp_cols = Epilogue::kGated ? Tile::WARP_N / 2 : Tile::WARP_N;
         const int n = n_begin + warp % Tile::WARPS_N * warp_cols;
-        auto columns_of = [&](int atom) {
-            const int part = atom * 8 / warp_cols * cols;
-            return Columns{part + n + atom * 8 % warp_cols, part + cols};
-        };
-#pragma unroll
-        for (int i = 0; i < Tile::ATOMS_M; ++i) {
+        using Columns = WarpColumns<Tile::ATOMS_N, Epilogue::kGated ? 2 : 1>;
+        const Columns columns{n, cols};
+        const int lane = thread % kWarpSize;
+#pragma unroll 1
+        for (int i = 0; i < Tile::ATOMS_M; ++i) {  // one copy of the code for all rows
             const int first = m_begin + warp / Tile::WARPS_N * Tile::WARP_M + i * 16;
-            add_adapters<T>(acc[i], adapters, first, thread % kWarpSize, columns_of);
+            float sum[Tile::ATOMS_N][4];
+            for_row<Tile>(acc, i, [&](float (&own)[Tile::ATOMS_N][4]) { copy_atoms(sum, own); });
+#pragma unroll 1
+            for (RankSteps<Columns> steps(adapters, first, columns, lane); steps.any(); steps.advance()) {
+                const DirectRanks<T, Columns> b(adapters, steps.now, columns, lane);
+                add_step<T>(sum, adapters, steps.now, columns, b, first, lane);
+            }
+            for_row<Tile>(acc, i, [&](float (&own)[Tile::ATOMS_N][4]) { copy_atoms(own, sum); });
         }
     }
 

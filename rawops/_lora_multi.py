@@ -43,7 +43,10 @@ class _Stack:
         Transposed: a row for each rank, filled up to K and to the slice's rank.
     b : array (max_loras, N, slot_rank)
         Transposed as well; a column has the ranks of the slice that it is in.
-    ranks, scalings : array (max_loras, slices) int32, array (max_loras,) float32
+    ranks : array (max_loras, slices) int32
+    scalings : array (max_loras,) float32
+    non_finite : array (max_loras,) int32
+        Whether b has an infinity or a NaN.
     slices : array (slices, 2) int32
     """
 
@@ -51,6 +54,7 @@ class _Stack:
     b: object
     ranks: object
     scalings: object
+    non_finite: object
     slices: object
 
     @classmethod
@@ -61,17 +65,17 @@ class _Stack:
             b=device.empty((max_loras, N, slot_rank), dtype),
             ranks=device.empty((max_loras, len(slices)), np.dtype("int32")),
             scalings=device.empty((max_loras,), np.dtype("float32")),
+            non_finite=device.empty((max_loras,), np.dtype("int32")),
             slices=device.empty((len(slices), 2), np.dtype("int32")),
         )
         stack.ranks[...] = 0
-        stack.scalings[...] = 0
         for i, bounds in enumerate(slices):
             for j, bound in enumerate(bounds):
                 stack.slices[i, j] = bound
         return stack
 
     def addresses(self, device) -> list[int]:
-        return [device.pointer(x) for x in (self.a, self.b, self.ranks, self.scalings, self.slices)]
+        return [device.pointer(x) for x in (self.a, self.b, self.ranks, self.scalings, self.non_finite, self.slices)]
 
 
 class _SortedProduct(Base):
@@ -131,7 +135,7 @@ class _MultiProduct(Base):
         of_shrink += (M, K, k_per_split, max_loras, slot_rank, capacity)
         of_adapters = (sorted_row, max_loras, slices, slot_rank, splits, capacity, M, stack.b.shape[1])
         workspaces = functools.partial(self._workspaces, device, dtype, capacity, sorted_row, slices * splits)
-        a, b, ranks, scalings, columns = stack.addresses(device)
+        a, b, ranks, scalings, non_finite, columns = stack.addresses(device)
         grid = (-(-M // ROWS), splits, slices)
 
         def steps(operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
@@ -143,7 +147,7 @@ class _MultiProduct(Base):
             if group is not None:
                 group.launch((-(-M // THREADS), 1, 1), (THREADS, 1, 1), (params,))
             shrink.launch(grid, (THREADS, 1, 1), (params,))
-            adapters = ADAPTERS.pack(b, y, ranks, columns, *order, *of_adapters)
+            adapters = ADAPTERS.pack(b, y, ranks, non_finite, columns, *order, *of_adapters)
             run((*operands[: len(ROLES)], adapters), [sorted_x, *addresses[1 : len(ROLES)]], alpha, beta)
 
         return steps
@@ -241,11 +245,13 @@ class MultiLoRA:
         pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)
         stack, K = self._stack, self.c.shape[0]
         with self._current():
+            stack.non_finite[slot] = 0
             for i, (pair, (start, stop)) in enumerate(zip(pairs, self.slices, strict=True)):
                 rank = 0 if pair is None else pair[0].shape[1]
                 if rank:
                     stack.a[slot, i, :rank, :K] = pair[0].T
                     stack.b[slot, start:stop, :rank] = pair[1].T
+                    stack.non_finite[slot] |= has_non_finite(pair[1])
                 stack.ranks[slot, i] = rank
             stack.scalings[slot] = scaling
 
@@ -333,6 +339,12 @@ def _take_pair(function: str, c, pair: tuple, width: int, max_rank: int, which: 
     checks.shape(function, a_name, a, (c.shape[0], rank), "a is (K, rank): transpose it?")
     checks.shape(function, b_name, b, (rank, width), "b is (rank, columns): transpose it?")
     return a, b
+
+
+def has_non_finite(x):
+    """Tell on the device whether a 16-bit array has an infinity or a NaN."""
+    exponent = 0x7C00 if x.dtype.name == "float16" else 0x7F80
+    return ((x.view("uint16") & exponent) == exponent).any()
 
 
 def _current_of(device):

@@ -22,7 +22,7 @@ _MAX_SPLITS = 16
 # --- kernels --------------------------------------------------------------------------------------------------------
 
 _ADAPTER_FIELDS = {
-    **dict.fromkeys(("stack_b", "y", "ranks", "slices", "slots", "result_rows"), "pointer"),
+    **dict.fromkeys(("stack_b", "y", "ranks", "non_finite", "slices", "slots", "result_rows"), "pointer"),
     "sorted_row": "int64",
     **dict.fromkeys(
         ("max_loras", "slice_count", "slot_rank", "splits", "capacity", "row_count", "column_count"), "int32"
@@ -157,6 +157,14 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
     config = replace(config, ping_pong=False)
     b, out = operands["b"], operands["out"]
     finish = PLAIN if problem.finish == PLAIN else DIRECT
+    share = config.share(problem) * problem.parts
+    ranks_bytes = (
+        128 * share * config.consumers
+    )  # sixteen ranks of b for each warp, in the staging tile if there is one
+    shared_bytes = config.shared_bytes(problem) + (0 if finish == PLAIN else ranks_bytes)
+    while shared_bytes > device.max_shared_bytes:
+        config = replace(config, stages=config.stages - 1)
+        shared_bytes -= config.stage_bytes(problem)
     choices = {
         "dtype": b.dtype,
         "out_dtype": out.dtype,
@@ -174,5 +182,4 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         device, {**operands, "a": x}, replace(problem, a_k_major=True), config, (M, N, K), extents
     )
     kernel = (SM90 if config.cluster == 1 else SM90_CLUSTER).kernel(device, **choices)
-    shared_bytes = config.shared_bytes(problem)
     return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), shared_bytes, maps, lambda adapters: adapters)

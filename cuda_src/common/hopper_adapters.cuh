@@ -23,6 +23,43 @@ __device__ inline void put_rows_back(const EpilogueCall& call, const EpilogueSha
     }
 }
 
+// b by way of shared memory: the columns of a warp's atoms, 32 bytes each. The staging tile lends its memory.
+template <class Tile> struct StagedRanks {
+    using T = typename Tile::T;
+    using Columns = WarpColumns<Tile::SHARE * Tile::PARTS / 8, Tile::PARTS>;
+    static constexpr int BYTES = Columns::ATOMS * 8 * 32;  // of a warp
+
+    const Columns& columns;
+    uint32_t memory;
+    int lane;
+
+    __device__ StagedRanks(const Columns& columns_, const Consumer& self)
+        : columns(columns_),
+          memory(shared_address(self.staging) + self.thread / kWarpSize * BYTES),
+          lane(self.lane()) {}
+
+    // Starts the copies of a step; a wait and __syncwarp() must follow.
+    __device__ void fetch(const Adapters& adapters, const RankStep& step) const {
+        const T* b = static_cast<const T*>(adapters.b) +
+                     int64_t(step.slot) * adapters.N * adapters.slot_rank + step.begin + lane % 2 * 8;
+#pragma unroll
+        for (int atom = 0; atom < Columns::ATOMS; atom += 2) {
+            const int mine = atom + lane / 16, n = columns.begin(mine) + lane / 2 % 8;
+            const bool exists = n >= step.from && n < min_of(step.to, columns.end(mine));
+            cp_async<16>(memory + mine * 256 + lane % 16 * 16, b + int64_t(exists ? n : 0) * adapters.slot_rank,
+                         exists ? 16 : 0);
+        }
+    }
+    __device__ uint2 read(int atom) const {
+        uint2 ranks;
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                     : "=r"(ranks.x), "=r"(ranks.y)
+                     : "r"(memory + atom * 256 + lane * 8)
+                     : "memory");
+        return ranks;
+    }
+};
+
 // In the place of a LowRank of hopper_tile.cuh.
 struct SortedRows {
     using Call = Adapters;
@@ -34,14 +71,23 @@ struct SortedRows {
     static __device__ void finish(typename Tile::Finished& sum, const typename Tile::Epilogue& epilogue, float alpha,
                                   const GemmParams& params, const Adapters& adapters, const Work& work,
                                   const Consumer& self) {
-        constexpr int ATOMS = Tile::SHARE * Tile::PARTS / 8;
-        const int cols = params.shape.epilogue.cols;
-        auto columns_of = [&](int atom) {
-            const int part = atom * 8 / Tile::SHARE * cols;
-            return Columns{part + work.n + atom * 8 % Tile::SHARE, part + cols};
-        };
-        add_adapters<typename Tile::T>(*reinterpret_cast<float(*)[ATOMS][4]>(&sum[0]), adapters,
-                                       work.m + self.row + self.warp_row(), self.lane(), columns_of);
+        using Staged = StagedRanks<Tile>;
+        using Columns = typename Staged::Columns;
+        static_assert(Tile::ATOMS_M == 1, "a warp has 16 rows");
+        const int first = work.m + self.row + self.warp_row();
+        const Columns columns{work.n, params.shape.epilogue.cols};
+        const Staged b(columns, self);
+        self.sync();  // the tile before has left
+#pragma unroll 1
+        for (RankSteps<Columns> steps(adapters, first, columns, self.lane()); steps.any(); steps.advance()) {
+            __syncwarp();
+            b.fetch(adapters, steps.now);
+            cp_async_commit();
+            cp_async_wait<0>();
+            __syncwarp();
+            add_step<typename Tile::T>(*reinterpret_cast<float(*)[Columns::ATOMS][4]>(&sum[0]), adapters, steps.now,
+                                       columns, b, first, self.lane());
+        }
         if constexpr (Tile::kFinish == kDirect) {
             using Group = typename Tile::Epilogue::Group;
             const RowsPutBack<typename Tile::Epilogue> put_back{epilogue, adapters};
@@ -50,7 +96,7 @@ struct SortedRows {
             });
         } else {
             static_assert(Tile::kFinish == kPlain, "any other epilogue goes the direct way");
-            self.sync();  // the tile before has left
+            self.sync();  // no warp reads ranks any more
             stage_plain<Tile>(sum, alpha, self);
             self.sync();
             put_rows_back<Tile>(params.call.epilogue, params.shape.epilogue, adapters, work, self);

@@ -58,9 +58,10 @@ struct HopperTile {
     static constexpr int STAGE_BYTES = A_BYTES + B_BYTES + (LowRank::kRides ? LowRank::RANK * BLOCK_K * 2 : 0);
     // D leaves in boxes as wide as the swizzle, so that staging it is free of bank conflicts.
     static constexpr int BOX_COLS = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;
-    // Before that, the place holds sixteen ranks of lora_b, twice, as TF32.
-    static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2, WIDE_BYTES = LowRank::RANK > 0 ? 2 * SHARE * PARTS * 64 : 0;
-    static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * SHARE * 2, WIDE_BYTES);
+    // Before that, the place holds sixteen ranks of lora_b: twice, as TF32, or for each warp, as they are.
+    static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2;
+    static constexpr int RANK_BYTES = SHARE * PARTS * (LowRank::kSorted || LowRank::RANK > 0 ? 128 : 0);
+    static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * SHARE * 2, RANK_BYTES);
     // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
     using Slab = SharedTile<float, 16, 32>;
     static constexpr int CHUNK = Slab::COLS / PARTS, CHUNKS = ceil_div(SHARE, CHUNK);

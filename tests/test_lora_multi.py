@@ -1,0 +1,547 @@
+"""MultiLoRA: every row with its adapter or none, over ranks, slots, slices, layouts and orders; what is never read."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hopper_gemm import ran_on_hopper
+
+import rawops
+from rawops import config
+from rawops._gemm_config import Problem, select_config
+from rawops._lora_multi_config import split_of_k
+from rawops.lora import MultiLoRA
+from rawops.testing import has_gpu, references
+from rawops.testing.tolerances import assert_close
+
+DTYPES = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def integers(rng, shape, dtype="float16") -> np.ndarray:
+    return rng.integers(-1, 2, shape).astype(DTYPES[dtype])
+
+
+def adapter(rng, K, N, rank, scaling=0.5, dtype="float16") -> tuple:
+    return integers(rng, (K, rank), dtype), integers(rng, (rank, N), dtype), scaling
+
+
+def load(device, op, adapters: dict) -> None:
+    for slot, (a, b, scaling) in adapters.items():
+        op.load(slot, device.put(a), device.put(b), scaling)
+
+
+def reference(x, c, adapters: dict, indices, **epilogue) -> np.ndarray:
+    """Row by row, in float64, with the adapter that the row has."""
+    rows = []
+    for i, index in enumerate(indices):
+        a, b, scaling = adapters.get(int(index), (np.zeros((c.shape[0], 0)), np.zeros((0, c.shape[1])), 0))
+        with np.errstate(invalid="ignore"):
+            rows.append(references.lora_linear(x[i : i + 1], c, a, b, scaling=scaling, **epilogue)[0])
+    return np.array(rows)
+
+
+def bits(device, x) -> np.ndarray:
+    return np.ascontiguousarray(device.get(x)).view(np.uint16)
+
+
+def same(device, got, want) -> None:
+    dtype = device.get(got).dtype
+    np.testing.assert_array_equal(device.get(got).astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+# --- rows and slots -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(6, 40, 72), (70, 24, 40), (1, 130, 33)], ids=str)
+def test_rows_without_an_adapter(device, rng, size, dtype):
+    """-1, numbers that are no slot and empty slots: the bits of gemm, though other rows of the tile have adapters."""
+    M, N, K = size
+    op_inputs = rng.standard_normal((M, K)), rng.standard_normal((K, N))
+    x, c = (device.put(values.astype(DTYPES[dtype])) for values in op_inputs)
+    op = MultiLoRA(c, 5, 20)
+    adapters = {slot: adapter(rng, K, N, rank, dtype=dtype) for slot, rank in ((1, 7), (3, 20))}
+    load(device, op, adapters)
+    indices = np.resize([-1, 0, -1, 3, 1, -1, 5, 2**31 - 1, -(2**31)], M).astype(np.int32)
+    out = device.guarded((M, N), DTYPES[dtype])
+    assert op(x, device.put(indices), out=out) is out
+    base = [i for i, index in enumerate(indices) if index not in adapters]
+    np.testing.assert_array_equal(bits(device, out)[base], bits(device, rawops.gemm(x, c))[base])
+    want = reference(device.get(x), device.get(c), adapters, indices)
+    assert_close(device.get(out), want, DTYPES[dtype], k=4 * (K + 20))
+    none = op(x, device.put(np.full(M, -1, np.int32)))
+    np.testing.assert_array_equal(bits(device, none), bits(device, rawops.gemm(x, c)))
+
+
+RANKS = [1, 5, 8, 16, 24, 33, 0, 64]
+
+
+@pytest.mark.parametrize("max_rank", [64, 40, 100])
+def test_mixed_ranks(device, rng, max_rank):
+    """In one batch, in slots padded with NaN."""
+    M, N, K = 40, 50, 70
+    x, c = integers(rng, (M, K)), integers(rng, (K, N))
+    op = MultiLoRA(device.put(c), 9, max_rank)
+    poison(op)
+    ranks = [min(rank, max_rank) for rank in RANKS]
+    adapters = {slot: adapter(rng, K, N, rank, 0.25) for slot, rank in enumerate(ranks)}
+    load(device, op, adapters)
+    indices = rng.integers(-1, 9, M).astype(np.int32)
+    out = device.guarded((M, N), np.float16)
+    op(device.put(x), device.put(indices), out=out)
+    same(device, out, reference(x, c, adapters, indices))
+
+
+def poison(op) -> None:
+    """Fill the stack with NaN, as memory may hold that was not allocated for the first time."""
+    stack = op._product.stack
+    stack.a[...] = stack.b[...] = stack.scalings[...] = float("nan")
+
+
+def test_slot_reuse(device, rng):
+    """A smaller rank over a larger one, with its own scaling; then nothing."""
+    M, N, K = 5, 24, 40
+    x, c = integers(rng, (M, K)), integers(rng, (K, N))
+    op, indices = MultiLoRA(device.put(c), 2, 32), np.zeros(M, np.int32)
+    for rank, scaling in ((32, 0.5), (8, 2.0), (0, 1.0), (17, 0.25)):
+        adapters = {0: adapter(rng, K, N, rank, scaling)}
+        load(device, op, adapters)
+        same(device, op(device.put(x), device.put(indices)), reference(x, c, adapters, indices))
+    op.unload(0)
+    got = op(device.put(x), device.put(indices))
+    np.testing.assert_array_equal(bits(device, got), bits(device, rawops.gemm(device.put(x), device.put(c))))
+
+
+@pytest.mark.parametrize("M", [19, 300])
+def test_permutations(device, rng, M):
+    """Rows in another order give the same bits in that order; 300 rows are sorted by a kernel of its own."""
+    N, K = 24, 40
+    x, c = rng.standard_normal((M, K)).astype(np.float16), rng.standard_normal((K, N)).astype(np.float16)
+    op = MultiLoRA(device.put(c), 6, 16)
+    adapters = {slot: adapter(rng, K, N, 3 + slot) for slot in (0, 2, 3, 5)}
+    load(device, op, adapters)
+    indices = rng.integers(-1, 6, M).astype(np.int32)
+    got = bits(device, op(device.put(x), device.put(indices)))
+    order = rng.permutation(M)
+    np.testing.assert_array_equal(bits(device, op(device.put(x[order]), device.put(indices[order]))), got[order])
+    assert_close(got.view(np.float16), reference(x, c, adapters, indices), np.float16, k=4 * (K + 16))
+
+
+def test_strided_indices(device, rng):
+    x, c = integers(rng, (5, 16)), integers(rng, (16, 8))
+    op, adapters = MultiLoRA(device.put(c), 3, 4), {1: adapter(rng, 16, 8, 4)}
+    load(device, op, adapters)
+    for view in (lambda i: i[::2][:5], lambda i: i[::-1][:5], lambda i: i[3:8]):
+        indices = rng.integers(0, 3, 12).astype(np.int32)
+        same(device, op(device.put(x), view(device.put(indices))), reference(x, c, adapters, view(indices)))
+
+
+# --- operands -------------------------------------------------------------------------------------------------------
+
+VIEWS = {
+    "contiguous": lambda x: x[:, :40],
+    "odd column": lambda x: x[:, 1:41],
+    "column-major": lambda x: x.reshape(-1)[: 6 * 40].reshape(40, 6).T,
+    "every other row": lambda x: x[::2, 8:48],
+    "reversed": lambda x: x[::-1, 39::-1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_x(device, rng, view):
+    """In NaN; rows with and without an adapter."""
+    c, room = integers(rng, (40, 24)), integers(rng, (12, 64))
+    op, adapters = MultiLoRA(device.put(c), 2, 8), {0: adapter(rng, 40, 24, 8), 1: adapter(rng, 40, 24, 5)}
+    load(device, op, adapters)
+    take = VIEWS[view]
+    x = take(room)
+    inside = np.zeros(room.shape, bool)
+    take(inside)[...] = True
+    room[~inside] = np.nan
+    indices = np.resize([1, -1, 0], x.shape[0]).astype(np.int32)
+    on_device = take(device.put(room))
+    got = op(on_device, device.put(indices))
+    same(device, got, reference(x, c, adapters, indices))
+    base = bits(device, rawops.gemm(on_device, device.put(c)))
+    np.testing.assert_array_equal(bits(device, got)[indices < 0], base[indices < 0])
+
+
+def test_layouts_of_weights(device, rng):
+    """c, a and b row-major, column-major and in views."""
+    M, N, K, rank = 9, 48, 40, 12
+    x, c = integers(rng, (M, K)), integers(rng, (K, N))
+    a, b, scaling = adapter(rng, K, N, rank)
+    indices = np.array([0, -1, 0, 0, -1, -1, 0, 0, 0], np.int32)
+    want = reference(x, c, {0: (a, b, scaling)}, indices)
+    for orders in ("CCC", "FFF", "FCF"):
+        views = [
+            device.put(m.T.copy()).T if o == "F" else device.put(m) for m, o in zip((c, a, b), orders, strict=True)
+        ]
+        op = MultiLoRA(views[0], 1, rank)
+        op.load(0, views[1], views[2], scaling)
+        same(device, op(device.put(x), device.put(indices)), want)
+
+
+def test_split_k(device, rng):
+    """Few tiles and a long K: partial products in the rows of the result, and y in several parts."""
+    M, N, K = 5, 24, 1024
+    x, c = integers(rng, (M, K)), integers(rng, (K, N))
+    assert select_config(Problem("float16", M, N, K), 108, 166912).split_k > 1
+    assert split_of_k(M, K, 1, 108)[0] > 1
+    op, adapters = MultiLoRA(device.put(c), 3, 8), {0: adapter(rng, K, N, 8), 2: adapter(rng, K, N, 3)}
+    load(device, op, adapters)
+    indices = np.array([2, -1, 0, 0, 1], np.int32)
+    same(device, op(device.put(x), device.put(indices)), reference(x, c, adapters, indices))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_intermediate_past_65504(device, dtype):
+    """x @ a of 64 * 64 * K beside one of 1: no limit for the one, no loss for the other."""
+    K = 512 if device.is_emulated else 4096
+    x, c = np.full((3, K), 64, DTYPES[dtype]), np.zeros((K, 40), DTYPES[dtype])
+    op = MultiLoRA(device.put(c), 1, 16)
+    a, b = np.full((K, 16), 64, DTYPES[dtype]), np.full((16, 40), 2.0**-14, DTYPES[dtype])
+    load(device, op, {0: (a, b, 1.0)})
+    for _ in range(2):
+        same(device, op(device.put(x), device.put(np.zeros(3, np.int32))), np.full((3, 40), 16.0 * 64 * 64 * K / 2**14))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_intermediate_is_float32(device, rng, dtype):
+    """In a float32 result, where a rounding of x @ a to 16 bits would show."""
+    M, N, K, rank = 20, 40, 96, 24
+    x = (rng.standard_normal((M, K)) * 200).astype(DTYPES[dtype])
+    op = MultiLoRA(device.put(np.zeros((K, N), DTYPES[dtype])), 1, rank)
+    a, b = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in ((K, rank), (rank, N)))
+    a = (a.astype(np.float32) * 200).astype(DTYPES[dtype])
+    load(device, op, {0: (a, b, 1.7)})
+    out = device.guarded((M, N), np.float32)
+    op(device.put(x), device.put(np.zeros(M, np.int32)), out=out)
+    low = references.gemm_magnitude(x, a)
+    assert low.max() > 65504
+    want = references.lora_linear(x, np.zeros((K, N)), a, b, scaling=1.7)
+    magnitude = 1.7 * references.gemm_magnitude(low, b)
+    assert_close(device.get(out), want, "float32", k=40, magnitude=magnitude)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_non_finite_values(device, rng, dtype):
+    """Infinity and NaN in one adapter or row of x reach what IEEE arithmetic says, and no other row or column."""
+    M, N, K = 12, 40, 24
+    x, c = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
+    op = MultiLoRA(device.put(c), 3, 8, slices=[(0, 20), (20, 37)])
+    parts = [adapter(rng, K, w, 8, 1.0, dtype) for w in (20, 17, 20, 17)]
+    parts[0][0][:, 0], parts[0][1][0, 3], parts[0][1][0, 5] = 1, np.inf, np.nan
+    parts[3][0][2, 1] = np.inf
+    x[:, 0] += x.sum(axis=1) == 0
+    x[4, 7] = np.nan
+    for slot in (0, 1):
+        first, second = parts[2 * slot : 2 * slot + 2]
+        op.load(slot, [device.put(first[0]), device.put(second[0])], [device.put(first[1]), device.put(second[1])], 1.0)
+    indices = np.resize([0, 1, -1], M).astype(np.int32)
+    got = device.get(op(device.put(x), device.put(indices))).astype(np.float64)
+    want = references.gemm(x, c)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for slot, (part, columns) in itertools.product((0, 1), ((0, slice(0, 20)), (1, slice(20, 37)))):
+            a, b, _ = parts[2 * slot + part]
+            rows = indices == slot
+            want[rows, columns] += references.gemm(references.gemm(x[rows], a), b)
+    np.testing.assert_array_equal(got, want.astype(DTYPES[dtype]).astype(np.float64))
+    assert np.isinf(got[indices == 0][:, 3]).any() and np.isfinite(got[indices == -1]).sum() >= N * 3
+
+
+# --- slices and epilogue --------------------------------------------------------------------------------------------
+
+
+def sliced(rng, K, slices, ranks, dtype="float16") -> list:
+    """Factors of each slice, None where the rank is."""
+    return [
+        (None, None) if rank is None else adapter(rng, K, stop - start, rank, dtype=dtype)[:2]
+        for (start, stop), rank in zip(slices, ranks, strict=True)
+    ]
+
+
+def block_matrices(K, N, slices, pairs) -> tuple[np.ndarray, np.ndarray]:
+    """One a and b that do the same: the factors side by side, and block by block."""
+    a, b = np.zeros((K, 0)), np.zeros((0, N))
+    for (start, stop), (pair_a, pair_b) in zip(slices, pairs, strict=True):
+        if pair_a is not None:
+            block = np.zeros((pair_b.shape[0], N))
+            block[:, start:stop] = pair_b
+            a, b = np.hstack([a, pair_a]), np.vstack([b, block])
+    return a, b
+
+
+SLICES = {
+    "query, key, value": ([(0, 48), (48, 64), (64, 80)], [(16, 16, 16), (5, None, 20), (None, 1, 0)]),
+    "odd borders, gaps, any order": ([(61, 79), (3, 30)], [(4, 17), (2, 2), (20, None)]),
+}
+
+
+@pytest.mark.parametrize("case", SLICES)
+def test_slices(device, rng, case):
+    slices, ranks = SLICES[case]
+    M, N, K = 21, 80, 40
+    x, c = integers(rng, (M, K)), integers(rng, (K, N))
+    op, adapters = MultiLoRA(device.put(c), 4, 20, slices=slices), {}
+    poison(op)
+    for slot, of_slices in enumerate(ranks):
+        pairs = sliced(rng, K, slices, of_slices)
+        a, b = ([None if x is None else device.put(x) for x in side] for side in zip(*pairs, strict=True))
+        op.load(slot, a, b, 0.5)
+        adapters[slot] = (*block_matrices(K, N, slices, pairs), 0.5)
+    indices = rng.integers(-1, 4, M).astype(np.int32)
+    out = device.guarded((M, N), np.float16)
+    op(device.put(x), device.put(indices), out=out)
+    same(device, out, reference(x, c, adapters, indices))
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_epilogue(device, rng, dtype, activation):
+    """Bias and residual belong to the rows of the result; gate and up have adapters of their own."""
+    M, N, K = 20, 2 * 36, 40
+    x, c = ((rng.standard_normal(shape) * 0.3).astype(DTYPES[dtype]) for shape in ((M, K), (K, N)))
+    cols = N // 2 if activation == "swiglu" else N
+    bias, residual = rng.standard_normal(N).astype(np.float32), rng.standard_normal((M, cols)).astype(DTYPES[dtype])
+    slices = [(0, N // 2), (N // 2, N)]
+    op = MultiLoRA(device.put(c), 2, 8, slices=slices, bias=device.put(bias), activation=activation)
+    adapters = {}
+    for slot in (0, 1):
+        pairs = sliced(rng, K, slices, (8, 3 + slot), dtype)
+        op.load(slot, [device.put(a) for a, _ in pairs], [device.put(b) for _, b in pairs], 0.25)
+        adapters[slot] = (*block_matrices(K, N, slices, pairs), 0.25)
+    indices = rng.integers(-1, 2, M).astype(np.int32)
+    out = device.guarded((M, cols), DTYPES[dtype])
+    op(device.put(x), device.put(indices), residual=device.put(residual), out=out)
+    want = reference(x, c, adapters, indices, bias=bias, activation=activation) + residual
+    assert_close(device.get(out), want, DTYPES[dtype], k=4 * (K + 16))
+    base = rawops.gemm(
+        device.put(x), device.put(c), bias=device.put(bias), residual=device.put(residual), activation=activation
+    )
+    np.testing.assert_array_equal(bits(device, out)[indices < 0], bits(device, base)[indices < 0])
+
+
+def test_output_over_an_input(device, rng):
+    x, c, residual = integers(rng, (16, 16)), integers(rng, (16, 16)), integers(rng, (16, 16))
+    adapters, indices = {0: adapter(rng, 16, 16, 4)}, np.resize([0, -1], 16).astype(np.int32)
+    want = reference(x, c, adapters, indices) + residual
+    for target in ("x", "residual", "c"):
+        on_device = {"x": device.put(x.copy()), "c": device.put(c.copy()), "residual": device.put(residual.copy())}
+        op = MultiLoRA(on_device["c"], 1, 4)
+        load(device, op, adapters)
+        out = on_device[target]
+        assert op(on_device["x"], device.put(indices), residual=on_device["residual"], out=out) is out
+        same(device, out, want)
+
+
+def test_nothing(device, rng):
+    """No rows, no columns, K = 0, a stack for rank 0."""
+    x, c = device.put(integers(rng, (3, 8))), device.put(integers(rng, (8, 16)))
+    op = MultiLoRA(c, 1, 0, bias=device.put(np.arange(16, dtype=np.float16)))
+    op.load(0, x[:1, :0].reshape(1, 0).repeat(8, 0), c[:0])
+    indices = device.put(np.zeros(3, np.int32))
+    same(device, op(x, indices), references.gemm(device.get(x), device.get(c)) + np.arange(16))
+    assert op(x[:0], indices[:0]).shape == (0, 16)
+    assert MultiLoRA(c[:, :0], 1, 4)(x, indices).shape == (3, 0)
+    empty = MultiLoRA(c[:0], 1, 4, bias=device.put(np.arange(16, dtype=np.float16)))
+    empty.load(0, device.put(np.zeros((0, 4), np.float16)), device.put(integers(rng, (4, 16))))
+    same(device, empty(x[:, :0], indices), np.tile(np.arange(16.0), (3, 1)))
+
+
+# --- Hopper ---------------------------------------------------------------------------------------------------------
+
+# block_m, block_n, cluster
+TILES = [(64, 128, 1), (64, 64, 2), (128, 192, 1), (128, 64, 2)]
+
+
+@pytest.mark.parametrize("block_m, block_n, cluster", TILES)
+@pytest.mark.parametrize("order", "CF")
+def test_hopper_tiles(hopper, force, rng, block_m, block_n, cluster, order):
+    """Several tiles a block, slices of K, steps of 16 ranks, slices of columns: through TMA and not."""
+    force(block_n, block_m=block_m, cluster=cluster, stages=3)
+    M, N, K, slices = block_m + 20, block_n + 72, 136, [(0, block_n - 9), (block_n - 9, block_n + 30)]
+    x, c = integers(rng, (M, K)), integers(rng, (K, N))
+    weight = hopper.put(c) if order == "C" else hopper.put(c.T.copy()).T
+    op, adapters = MultiLoRA(weight, 4, 20, slices=slices), {}
+    for slot, ranks in enumerate([(16, 5), (20, None), (None, 3)]):
+        pairs = sliced(rng, K, slices, ranks)
+        a, b = ([None if x is None else hopper.put(x) for x in side] for side in zip(*pairs, strict=True))
+        op.load(slot, a, b, 0.5)
+        adapters[slot] = (*block_matrices(K, N, slices, pairs), 0.5)
+    indices = rng.integers(-1, 4, M).astype(np.int32)
+    out = hopper.guarded((M, N), np.float16)
+    op(hopper.put(x), hopper.put(indices), out=out)
+    assert ran_on_hopper(hopper, "lora_multi_sm90")
+    same(hopper, out, reference(x, c, adapters, indices))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hopper_rows_without_an_adapter(hopper, rng, dtype):
+    """The bits of gemm with the configuration that gemm takes, plain, and with an epilogue."""
+    M, N, K = 40, 72, 200
+    x, c = (hopper.put(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in ((M, K), (K, N)))
+    residual = hopper.put(rng.standard_normal((M, N)).astype(np.float32))
+    op = MultiLoRA(c, 2, 8)
+    load(hopper, op, {0: adapter(rng, K, N, 8, dtype=dtype)})
+    indices = rng.integers(-1, 1, M).astype(np.int32)
+    for epilogue in ({}, {"residual": residual}):
+        got = op(x, hopper.put(indices), **epilogue)
+        assert ran_on_hopper(hopper, "lora_multi_sm90")
+        base = rawops.gemm(x, c, **epilogue)
+        np.testing.assert_array_equal(bits(hopper, got)[indices < 0], bits(hopper, base)[indices < 0])
+        assert (bits(hopper, got)[indices == 0] != bits(hopper, base)[indices == 0]).any()
+
+
+@pytest.mark.parametrize("out_dtype", ["float16", "float32"])
+def test_hopper_epilogue(hopper, force, rng, out_dtype):
+    """swiglu on tiles that hold gate and up, with rows put back and residuals of their own."""
+    force(128, block_m=64)
+    M, N, K = 70, 2 * 72, 72
+    x, c = ((rng.standard_normal(shape) * 0.3).astype(np.float16) for shape in ((M, K), (K, N)))
+    residual = rng.standard_normal((M, N // 2)).astype(np.float16)
+    op, adapters = MultiLoRA(hopper.put(c), 3, 8, activation="swiglu"), {}
+    for slot in (0, 1):
+        adapters[slot] = adapter(rng, K, N, 5 + slot, 0.25)
+    load(hopper, op, adapters)
+    indices = rng.integers(-1, 3, M).astype(np.int32)
+    out = hopper.guarded((M, N // 2), out_dtype)
+    op(hopper.put(x), hopper.put(indices), residual=hopper.put(residual), out=out)
+    assert ran_on_hopper(hopper, "lora_multi_sm90")
+    want = reference(x, c, adapters, indices, activation="swiglu") + residual
+    assert_close(hopper.get(out), want, np.float16, k=4 * (K + 8))
+
+
+@pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_any_order_of_completion(force, rng, cluster):
+    """Copies and products that land late, early or with the warps in another order: the same bits."""
+    force(64, block_m=64, cluster=cluster, stages=3, blocks=1)
+    x, c = (rng.standard_normal(shape).astype(np.float16) for shape in ((70, 136), (136, 72)))
+    indices, results = rng.integers(-1, 3, 70).astype(np.int32), []
+    adapters = {slot: adapter(rng, 136, 72, 10 + 8 * slot) for slot in (0, 1)}
+    for seed, completion in enumerate(("late", "early", "random")):
+        with rawops.emulate(arch="sm_90a", completion=completion, seed=seed) as emu:
+            op = MultiLoRA(c, 3, 20)
+            for slot, factors in adapters.items():
+                op.load(slot, *factors)
+            results.append(op(x, indices).view(np.uint16))
+        assert "lora_multi_sm90" in emu.report[-1].kernel
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0], other)
+
+
+# --- checks, graphs -------------------------------------------------------------------------------------------------
+
+
+def test_checked_indices(device, rng, monkeypatch):
+    """With RAWOPS_CHECK=1 indices that name no adapter raise; without, they stand for none."""
+    x, c = device.put(integers(rng, (3, 8))), device.put(integers(rng, (8, 16)))
+    op = MultiLoRA(c, 2, 4)
+    load(device, op, {1: adapter(rng, 8, 16, 4)})
+    monkeypatch.setattr(config, "current", lambda: config.Config(check=True))
+    op(x, device.put(np.array([1, -1, 1], np.int32)))
+    for index, text in ((2, "be -1 or between 0 and 1, got 2"), (-2, "between 0 and 1, got -2"), (0, "got empty 0")):
+        with pytest.raises(ValueError, match=text):
+            op(x, device.put(np.array([1, index, -1], np.int32)))
+
+
+def test_errors(device):
+    def zeros(*shape, dtype=np.float16):
+        return device.put(np.zeros(shape, dtype))
+
+    x, c, indices = zeros(4, 8), zeros(8, 16), zeros(4, dtype=np.int32)
+    op, sliced = MultiLoRA(c, 2, 4), MultiLoRA(c, 2, 4, slices=[(0, 8), (8, 16)])
+    for error, text, call in [
+        (TypeError, "MultiLoRA: c must have dtype", lambda: MultiLoRA(zeros(8, 16, dtype="f4"), 2, 4)),
+        (ValueError, "MultiLoRA: c must have 2 dim", lambda: MultiLoRA(zeros(2, 8, 16), 2, 4)),
+        (ValueError, "MultiLoRA: max_loras must be between 1", lambda: MultiLoRA(c, 0, 4)),
+        (TypeError, "MultiLoRA: max_rank must be an integer", lambda: MultiLoRA(c, 1, 4.0)),
+        (ValueError, "MultiLoRA: activation must be", lambda: MultiLoRA(c, 1, 4, activation="tanh")),
+        (ValueError, "MultiLoRA: c must have an even", lambda: MultiLoRA(c[:, :7], 1, 4, activation="swiglu")),
+        (ValueError, "MultiLoRA: bias must have shape (16,)", lambda: MultiLoRA(c, 1, 4, bias=zeros(8))),
+        (TypeError, "MultiLoRA: slices must be pairs", lambda: MultiLoRA(c, 1, 4, slices=[3])),
+        (ValueError, "MultiLoRA: slices must have at least one", lambda: MultiLoRA(c, 1, 4, slices=[])),
+        (ValueError, "MultiLoRA: slices must not overlap", lambda: MultiLoRA(c, 1, 4, slices=[(8, 16), (0, 9)])),
+        (ValueError, "MultiLoRA: slices must be between 0 and 16", lambda: MultiLoRA(c, 1, 4, slices=[(0, 17)])),
+        (ValueError, "MultiLoRA: slices must start before", lambda: MultiLoRA(c, 1, 4, slices=[(9, 8)])),
+        (ValueError, "MultiLoRA.load: slot must be between 0 and 1", lambda: op.load(2, zeros(8, 4), zeros(4, 16))),
+        (ValueError, "MultiLoRA.unload: slot must be", lambda: op.unload(-1)),
+        (ValueError, "MultiLoRA.load: a must have shape (8, 4)", lambda: op.load(0, zeros(4, 4), zeros(4, 16))),
+        (ValueError, "MultiLoRA.load: b must have shape (4, 16)", lambda: op.load(0, zeros(8, 4), zeros(16, 4))),
+        (ValueError, "MultiLoRA.load: a must have at most 4", lambda: op.load(0, zeros(8, 5), zeros(5, 16))),
+        (ValueError, "MultiLoRA.load: a must be given", lambda: op.load(0, None, zeros(5, 16))),
+        (TypeError, "MultiLoRA.load: b must have dtype", lambda: op.load(0, zeros(8, 4), zeros(4, 16, dtype="f4"))),
+        (TypeError, "MultiLoRA.load: scaling must be", lambda: op.load(0, zeros(8, 4), zeros(4, 16), "1")),
+        (ValueError, "MultiLoRA.load: a must have an array for each of 2", lambda: sliced.load(0, x, x)),
+        (
+            ValueError,
+            "MultiLoRA.load: b[1] must have shape (4, 8)",
+            lambda: sliced.load(0, [None, zeros(8, 4)], [None, zeros(4, 16)]),
+        ),
+        (ValueError, "MultiLoRA: x must have shape (..., M, 8)", lambda: op(zeros(4, 5), indices)),
+        (ValueError, "MultiLoRA: x must have 2 dimensions", lambda: op(zeros(2, 4, 8), indices)),
+        (TypeError, "MultiLoRA: x must have dtype float16", lambda: op(zeros(4, 8, dtype="f4"), indices)),
+        (ValueError, "MultiLoRA: lora_indices must have shape (4,)", lambda: op(x, indices[:3])),
+        (TypeError, "MultiLoRA: lora_indices must have dtype int32", lambda: op(x, zeros(4, dtype="i8"))),
+        (ValueError, "MultiLoRA: lora_indices must be given", lambda: op(x, None)),
+        (ValueError, "MultiLoRA: out must have shape (4, 16)", lambda: op(x, indices, out=zeros(16, 4))),
+    ]:
+        with pytest.raises(error) as raised:
+            call()
+        assert str(raised.value).startswith(text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [64, 400])
+def test_graph_replay(device, rng, M):
+    """A captured call sees other indices, other contents of x, and adapters loaded and unloaded since."""
+    import cupy
+
+    N, K = 1024, 256
+    x, c = integers(rng, (M, K)), integers(rng, (K, N))
+    op = MultiLoRA(device.put(c), 40, 16)
+    adapters = {slot: adapter(rng, K, N, 1 + slot % 16) for slot in range(40)}
+    load(device, op, adapters)
+    on_device, indices = device.put(x), device.put(np.full(M, -1, np.int32))
+    out = cupy.empty((M, N), cupy.float16)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        op(on_device, indices, out=out)
+        stream.begin_capture()
+        op(on_device, indices, out=out)
+        graph = stream.end_capture()
+        for step in range(3):
+            now = rng.integers(-1, 42, M).astype(np.int32)
+            x = integers(rng, (M, K))
+            on_device.set(x)
+            indices.set(now)
+            if step == 1:
+                op.unload(3)
+                del adapters[3]
+                adapters[5] = adapter(rng, K, N, 7, 2.0)
+                load(device, op, {5: adapters[5]})
+            graph.launch()
+            stream.synchronize()
+            same(device, out, reference(x, c, adapters, now))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 64, 300, 2048])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_thousands_of_slots(device, rng, M, dtype):
+    """As many as serving wants, far apart in memory; base rows have gemm's bits at these sizes as well."""
+    N, K, slots = 2048, 1024, 4000
+    x, c = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in ((M, K), (K, N)))
+    op = MultiLoRA(device.put(c), slots, 8)
+    used = rng.choice(slots, 20, replace=False)
+    adapters = {int(slot): adapter(rng, K, N, 8, 0.125, dtype) for slot in used}
+    load(device, op, adapters)
+    indices = rng.choice([*used, -1, -1], M).astype(np.int32)
+    got = op(device.put(x), device.put(indices))
+    base = bits(device, rawops.gemm(device.put(x), device.put(c)))
+    np.testing.assert_array_equal(bits(device, got)[indices < 0], base[indices < 0])
+    rows = rng.choice(M, min(M, 40), replace=False)
+    assert_close(device.get(got)[rows], reference(x[rows], c, adapters, indices[rows]), DTYPES[dtype], k=4 * K)
