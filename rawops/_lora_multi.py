@@ -14,6 +14,7 @@ from rawops import _gemm_sm90, config
 from rawops._gemm_call import Launch, OnHopper
 from rawops._gemm_config import Problem
 from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, check_bias, check_given, number
+from rawops._gemm_repack import Repacked
 from rawops._lora_multi_config import (
     ADAPTERS,
     DTYPES,
@@ -80,6 +81,14 @@ class _Stack:
 
 class _SortedProduct(Base):
     """x @ c on sorted rows with the low-rank part beside it; the last operand is the kernels' Adapters, packed."""
+
+    def _steps_of(self, *request):
+        """x needs no copy but the sorted one."""
+        steps = super()._steps_of(*request)
+        if not isinstance(steps, Repacked):
+            return steps
+        copies = {index: copy for index, copy in steps.copies.items() if index != ROLES.index("a")}
+        return replace(steps, copies=copies) if copies else steps.product
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         if not _gemm_sm90.supports(*described):
