@@ -17,7 +17,7 @@ from rawops.errors import (
     UnsupportedPTX,
 )
 from rawops.gemm import Gemm, gemm, grouped_gemm
-from rawops.lora import FusedLoRA, MultiLoRA, lora_linear
+from rawops.lora import FusedLoRA, MultiLoRA, lora_linear, lora_linear_backward
 from rawops.lsmr import LSMR, LinearOperator, LSMRResult, lsmr
 from rawops.paged_kv import PagedKVCache, append_paged_kv, paged_attention
 from rawops.sparse import SparseMatrix
@@ -50,6 +50,7 @@ __all__ = [
     "grouped_gemm",
     "kernels",
     "lora_linear",
+    "lora_linear_backward",
     "lsmr",
     "pack_int4",
     "paged_attention",

@@ -16,6 +16,7 @@ import math
 
 from rawops._gemm_config import DTYPES
 from rawops._gemm_operands import check_bias, check_given, number
+from rawops._lora_grad import lora_linear_backward as lora_linear_backward
 from rawops._lora_multi import MultiLoRA as MultiLoRA
 from rawops._lora_product import LowRankProduct, check_columns, check_weights
 from rawops._runtime import arrays, checks

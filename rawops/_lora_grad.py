@@ -1,0 +1,202 @@
+"""The backward pass of one LoRA adapter on a frozen weight: `lora_linear_backward`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rawops._gemm_call import ZERO, Product
+from rawops._gemm_config import DTYPES
+from rawops._gemm_operands import Options, Request, check_given, number
+from rawops._lora_product import NOTHING, LowRankProduct, check_weights
+from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+
+_FUNCTION = "lora_linear_backward"
+_COLUMNS, _THREADS = 64, 256  # of a block
+_VECTORS, _FLOAT_OUT = 1, 2  # GradFlags in lora_grad.cu
+
+
+def _side(name: str) -> dict[str, str]:
+    return {
+        **{f"{name}_{field}": "pointer" for field in ("x", "y", "out")},
+        **{f"{name}_{field}": "int64" for field in ("x_row", "x_col", "y_row", "out_row", "out_col")},
+        **{f"{name}_{field}": "int32" for field in ("cols", "flags")},
+    }
+
+
+_PARAMS = ParamStruct("GradParams", **_side("a"), **_side("b"), M="int32", rank="int32", scaling="float32")
+GRAD = KernelSpec(
+    source="lora_grad.cu",
+    entry="rawops::lora_grad",
+    template=("dtype", "ranks"),
+    choices={"dtype": ("float16", "bfloat16"), "ranks": (16, 32)},
+    smoke=({"dtype": "bfloat16", "ranks": 16}, {"dtype": "float16", "ranks": 32}),
+    params=_PARAMS,
+)
+
+
+class _InputGradient(LowRankProduct):
+    """dX, which keeps dY = dO @ b^T where it makes that first."""
+
+    made = None
+
+    def _y_maker(self, device, request: Request, rank: int) -> tuple[int, Callable]:
+        y_row, make_y = super()._y_maker(device, request, rank)
+
+        def make_and_keep(operands: tuple) -> tuple:
+            self.made = made = make_y(operands)
+            return made
+
+        return y_row, make_and_keep
+
+
+def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) -> tuple:
+    """Return the gradients of x, a and b for ``x @ c + scaling * (x @ a) @ b`` with c frozen.
+
+    ``dX = dO @ c^T + scaling * (dO @ b^T) @ a^T``, ``dA = scaling * x^T @ (dO @ b^T)`` and
+    ``dB = scaling * (x @ a)^T @ dO``. dX is a `lora_linear` itself, with the factors' roles exchanged: one float32
+    accumulator, one write. Where it makes ``dO @ b^T`` in float32 first, dA uses the same array. dA and dB are made in
+    one launch, which reads x and dO once more.
+
+    Parameters
+    ----------
+    dout : array (..., M, N)
+        float16 or bfloat16, or float32 and float64, which run as products one after the other.
+    x : array (..., M, K)
+    c : array (K, N)
+    a : array (K, rank)
+    b : array (rank, N)
+        As for `lora_linear`, all of one dtype and with any strides.
+    scaling : float
+        With 0, dA and dB are zero and `a` and `b` are not read.
+    out : sequence of 3 arrays, optional
+        Where dX, dA and dB go, None for what is to be allocated. dX has the inputs' dtype or float32, as have dA and
+        dB.
+
+    Returns
+    -------
+    tuple of array
+        dX (..., M, K), dA (K, rank) and dB (rank, N).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For dtypes, shapes or layouts that do not fit, before anything is launched.
+
+    Notes
+    -----
+    Sums over the rows run in float32 in a fixed order: the same call gives the same bits. Nothing synchronises.
+    Workspaces of ``rows * rank`` float32 entries are allocated from CuPy's pool.
+    """
+    given = _outs(out)
+    named = {"dout": dout, "x": x, "c": c, "a": a, "b": b}
+    check_given(_FUNCTION, **named)
+    named |= {f"out[{i}]": o for i, o in enumerate(given)}
+    taken, give = arrays.take(_FUNCTION, **named)
+    device = arrays.device_of(_FUNCTION, **dict(zip(named, taken, strict=True)))
+    inputs, outs = taken[:5], taken[5:]
+    scaling = number(_FUNCTION, "scaling", scaling)
+    _check(*inputs, outs)
+    results = [
+        device.empty(like.shape, like.dtype) if o is None or _overlaps(device, o, inputs) else o
+        for o, like in zip(outs, (inputs[1], *inputs[3:]), strict=True)
+    ]
+    _run(device, *inputs, scaling, results)
+    for o, result in zip(outs, results, strict=True):
+        if o is not None and o is not result:
+            o[...] = result
+    return tuple(give(result) if o is None else o for o, result in zip(given, results, strict=True))
+
+
+def _outs(out) -> list:
+    if out is None:
+        return [None] * 3
+    if not isinstance(out, Sequence) or len(out) != 3:
+        checks.fail(ValueError, _FUNCTION, "out", "be three arrays or None each: dX, dA, dB", type(out).__name__)
+    return list(out)
+
+
+def _check(dout, x, c, a, b, outs) -> None:
+    dtype = checks.dtype(_FUNCTION, "c", c, DTYPES)
+    check_weights(_FUNCTION, c, a, b)
+    for name, array, width in (("x", x, c.shape[0]), ("dout", dout, c.shape[1])):
+        checks.dtype(_FUNCTION, name, array, (dtype,), "All operands have one dtype; convert one of them.")
+        if array.ndim < 2 or array.shape[-1] != width:
+            rule = f"have shape (..., M, {width}), as c is {tuple(c.shape)}"
+            checks.fail(ValueError, _FUNCTION, name, rule, f"shape {tuple(array.shape)}")
+    checks.shape(_FUNCTION, "dout", dout, (*x.shape[:-1], c.shape[1]), f"x has shape {tuple(x.shape)}.")
+    allowed = tuple(dict.fromkeys((dtype, "float32")))
+    for i, (o, like) in enumerate(zip(outs, (x, a, b), strict=True)):
+        if o is not None:
+            checks.dtype(_FUNCTION, f"out[{i}]", o, allowed)
+            checks.shape(_FUNCTION, f"out[{i}]", o, like.shape)
+
+
+def _overlaps(device, out, inputs: tuple) -> bool:
+    def span(array) -> tuple[int, int]:
+        steps = [(extent - 1) * s for extent, s in zip(array.shape, array.strides, strict=True)]
+        first = device.pointer(array) + sum(s for s in steps if s < 0)
+        return first, first + sum(abs(s) for s in steps) + array.dtype.itemsize
+
+    low, high = span(out)
+    return any(out.size and x.size and low < span(x)[1] and span(x)[0] < high for x in inputs)
+
+
+@functools.lru_cache(maxsize=1)
+def _step() -> Product:
+    return Product(_FUNCTION, Options())
+
+
+def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
+    dx, da, db = results
+    input_gradient = _InputGradient(_FUNCTION, None, scaling)
+    input_gradient((dout, c.T, dx, None, None, None, b.T, a.T))
+    rows, rank = math.prod(x.shape[:-1]), a.shape[1]
+    if rank == 0:
+        return
+    if rows == 0 or scaling == 0:
+        da[...] = db[...] = 0
+        return
+    x, dout = x.reshape(rows, x.shape[-1]), dout.reshape(rows, dout.shape[-1])
+    if x.dtype.itemsize > 2:
+        step, alpha = _step(), (0, scaling, 0)
+        step((x.T, step((dout, b.T, *NOTHING)), da, *NOTHING[1:]), alpha, ZERO)
+        step((step((x, a, *NOTHING)).T, dout, db, *NOTHING[1:]), alpha, ZERO)
+        return
+    made = input_gradient.made
+    dy = _low_rank(device, dout, b.T) if made is None else made[0].reshape(rows, -1)
+    y = _low_rank(device, x, a)
+    sides = [*_pack_side(device, x, dy, da), *_pack_side(device, dout, y, db.T)]
+    kernel = GRAD.kernel(device, dtype=dtypes.name(x.dtype), ranks=16 if rank <= 16 else 32)
+    tiles = -(-x.shape[1] // _COLUMNS) + -(-dout.shape[1] // _COLUMNS)
+    grid = (tiles, -(-rank // (16 if rank <= 16 else 32)), 1)
+    kernel.launch(grid, (_THREADS, 1, 1), (_PARAMS.pack(*sides, rows, rank, scaling),))
+
+
+def _low_rank(device, x, a):
+    """Return x @ a in float32."""
+    y = device.empty((x.shape[0], a.shape[1]), np.dtype("float32"))
+    return _step()((x, a, y, *NOTHING[1:]))
+
+
+def _pack_side(device, x, y, out) -> tuple:
+    x_row, x_col = (s // x.dtype.itemsize for s in x.strides)
+    out_strides = (s // out.dtype.itemsize for s in out.strides)
+    address = device.pointer(x)
+    flags = _VECTORS if x_col == 1 and x_row % 8 == 0 and address % 16 == 0 else 0
+    flags |= _FLOAT_OUT if out.dtype == np.dtype("float32") else 0
+    return (
+        address,
+        device.pointer(y),
+        device.pointer(out),
+        x_row,
+        x_col,
+        y.strides[0] // 4,
+        *out_strides,
+        x.shape[1],
+        flags,
+    )
