@@ -7,11 +7,13 @@ runs. Iterations past the stop change nothing, so the result is that of the firs
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from rawops._lsmr_basis import Basis
 from rawops._lsmr_kernels import BEGIN, MOST_PARTIALS, SCALARS, SHORT, THREADS, UPDATE, Pair, Vectors
 
 # Where things lie in LsmrState of common/lsmr_state.cuh, in float64 numbers.
@@ -19,7 +21,7 @@ _STATE, _NOW, _NEXT = 77, 5, 41
 _FORWARD, _ADJOINT = _NEXT + 8, _NOW + 10
 _REPORT = ("istop", "itn", "normr", "normar", "norma", "conda", "normx", "phase", "normb")
 _READ = [*range(_NOW, _NOW + 8), _NOW + 12]
-_STOPPED = 2
+STOPPED = 2  # a phase
 HISTORY = ("normr", "normar", "norma", "conda", "normx")
 
 _CHUNK_US = 300.0  # a chunk lasts about this long: what is launched past the stop, and how late the host hears of it
@@ -48,28 +50,26 @@ class Engine:
         Of the vectors.
     columns : int
         Right-hand sides. With 1 all vectors are one-dimensional.
-    chunk : int, optional
-        Iterations between two looks at the state.
+    capacity : int
+        How many v are kept to orthogonalise the next one; 0 is none.
     """
 
-    def __init__(self, device, product, dtype, columns: int = 1, chunk: int | None = None) -> None:
-        self.device, self.columns, self.shape = device, columns, product.shape
+    def __init__(self, device, product, dtype, columns: int = 1, capacity: int = 0) -> None:
+        self.device, self.columns, self.shape, self._unbound = device, columns, product.shape, product
         self.vectors = vectors = Vectors(device, dtype, columns)
         self.product = product.bind(vectors)
+        self._plain = getattr(self.product, "plain", None)
+        self._is_captured = self.product.is_captured and not device.is_emulated
         m, n = product.shape
         self.u = vectors.empty(m)
         self.v, self.x, self.h, self.hbar = (vectors.empty(n) for _ in range(4))
         self.states = device.empty((columns, _STATE), np.dtype("float64"))
         self._forward, self._adjoint = self._pair(_FORWARD), self._pair(_ADJOINT)
-        constants = device.empty((3, columns), np.dtype("float64"))
-        for row, value in zip(constants, (-1, 0, 1), strict=True):
-            row.fill(value)
-        minus, zero, one = constants if columns > 1 else constants.reshape(3, 1)
-        self._minus_plus, self._plain = Pair(minus, one, 1), Pair(one, zero, 1)
         self._partials = {t: vectors.partials(self.product.num_partials(t)) for t in (False, True)}
         self._shorter = {t: vectors.partials(SHORT) for t in (False, True)}
         self._b_partials, self._x_partials = vectors.partials(vectors.blocks(m)), vectors.partials(vectors.blocks(n))
-        self.chunk = chunk or self._chunk()
+        self._basis = Basis(vectors, capacity, self.states, self.v) if capacity and n else None
+        self.chunk = self._chunk()
         self._history = device.empty((self.chunk, columns, len(HISTORY)), np.dtype("float64"))
         self._reader = (_EmulatedReader if device.is_emulated else _Reader)(self.states, self._history)
         self._graph, self._eager = None, 0
@@ -81,7 +81,7 @@ class Engine:
         return Pair(alpha, beta, _STATE)
 
     def _chunk(self) -> int:
-        if self.device.is_emulated or not self.product.is_captured:
+        if not self._is_captured:
             return 1
         us = 10.0 + self.product.nbytes * self.columns / 3e6
         return int(np.clip(_CHUNK_US / us, 2, _MOST_ITERATIONS))
@@ -94,6 +94,13 @@ class Engine:
         self.product.apply(transposed, x, y, scalars, partials)
         return self._few(transposed, partials)
 
+    def _take_away(self, product, x):
+        """Compute u -= A x."""
+        if 0 in self.shape:
+            return self._b_partials
+        product.apply(False, x, self.u, self.vectors.constants(-1, 1), self._partials[False])
+        return self._few(False, self._partials[False])
+
     def _few(self, transposed: bool, partials):
         if partials.shape[0] <= MOST_PARTIALS:
             return partials
@@ -105,12 +112,11 @@ class Engine:
         pointer, vectors = self.device.pointer, self.vectors
         vectors.load(b, self.u, self._b_partials)
         u_partials = self._b_partials
-        if x0 is None:
-            self.x.fill(0)
-        else:
+        if x0 is not None:
             vectors.load(x0, self.x, self._x_partials)
-            if self.u.size and self.x.size:
-                u_partials = self._apply(False, self.x, self.u, self._minus_plus)
+            u_partials = self._take_away(self._plain or self.product, self.x)
+        if x0 is None or self._plain is not None:
+            self.x.fill(0)
         values = (pointer(self.states), *settings, pointer(self._b_partials), self._b_partials.shape[0])
         self._one_block(BEGIN, (*values, pointer(u_partials), u_partials.shape[0]))
         vectors.combine(self._forward, None, self.u)
@@ -118,7 +124,8 @@ class Engine:
 
     def _iterate(self) -> None:
         self._scalars(self._apply(False, self.v, self.u, self._forward))
-        self._update(self._apply(True, self.u, self.v, self._adjoint))
+        v_partials = self._apply(True, self.u, self.v, self._adjoint)
+        self._update(v_partials if self._basis is None else self._basis.orthogonalise())
 
     def _scalars(self, u_partials=None) -> None:
         """Test the last x, and take the norm of u in if there is a new one."""
@@ -132,44 +139,47 @@ class Engine:
         values = (pointer(self.states), pointer(v_partials), v_partials.shape[0])
         values += (*map(pointer, (self.v, self.x, self.h, self.hbar)), rows, self.columns, pointer(self._x_partials))
         self.vectors.kernel(UPDATE).launch(self.vectors.grid(rows), (THREADS, 1, 1), values)
+        if self._basis is not None:
+            self._basis.keep()
 
     def _one_block(self, spec, values: tuple) -> None:
         self.vectors.kernel(spec).launch((self.columns, 1, 1), (THREADS, 1, 1), values)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    def run(self, maxiter: int, watch: Callable | None = None) -> list[dict]:
-        """Iterate until every column has stopped.
+    def run(self, maxiter: int, watch: Callable | None = None, enough: int = 0, done: int = 0) -> list[dict]:
+        """Iterate until every column has stopped, or no more than `enough` have not.
 
         Parameters
         ----------
-        maxiter : int
+        maxiter, done : int
+            How many iterations to go to, and how many there have been.
         watch : callable, optional
             Takes the rows of history that a chunk added, (iterations, columns, 5), and the number of the first.
 
         Returns
         -------
         list of dict
-            For each column istop, itn, normr, normar, norma, conda, normx and normb.
+            For each column its stop code, counter and norms, and in which phase it is.
         """
-        launched, ahead, seen = 0, None, 0
+        launched, seen, tickets, depth = done, done, deque(), self._reader.depth
         while True:
-            launched += self._launch(min(self.chunk, maxiter - launched))
-            ticket = self._reader.record(watch is not None)
-            if ahead is None and launched < maxiter and self._reader.runs_ahead:
-                ahead = ticket
-                continue
-            states, history = self._reader.wait(ahead or ticket)
+            while not tickets or (len(tickets) < depth and launched < maxiter):
+                launched += self._launch(min(self.chunk, maxiter - launched))
+                tickets.append(self._reader.record(watch is not None))
+            states, history = self._reader.wait(tickets.popleft())
             if watch is not None:
                 seen = self._show(states, history, seen, watch)
             reports = [dict(zip(_REPORT, row, strict=True)) for row in states[:, _READ].tolist()]
-            if all(report.pop("phase") == _STOPPED for report in reports):
+            running = sum(report["phase"] != STOPPED for report in reports)
+            if running == 0 or (running <= enough and not tickets):
                 return reports
-            ahead = ticket if self._reader.runs_ahead else None
+            if running <= enough:
+                depth = 0  # only what is under way
 
     def _launch(self, count: int) -> int:
         """Launch a chunk of `count` iterations, or a graph, which may have more of them; return how many they are."""
-        if self._graph is None and self._eager >= _EAGER_ITERATIONS and self._reader.runs_ahead:
+        if self._graph is None and self._eager >= _EAGER_ITERATIONS and self._is_captured:
             self._capture()
         if self._graph is not None:
             self._graph.launch()
@@ -181,8 +191,6 @@ class Engine:
         return count
 
     def _capture(self) -> None:
-        if not self.product.is_captured:
-            return
         import cupy
 
         with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -200,6 +208,15 @@ class Engine:
             watch(history[[i % self.chunk for i in range(seen, last)]], seen + 1)
         return last
 
+    def narrow(self, columns: list[int]) -> Engine:
+        """Return an engine that goes on with some of the columns alone; to be called between chunks."""
+        engine = Engine(self.device, self._unbound, self.vectors.dtype, len(columns))
+        kept = columns if len(columns) > 1 else columns[0]
+        for name in ("u", "v", "x", "h", "hbar"):
+            getattr(engine, name)[...] = getattr(self, name)[:, kept]
+        engine.states[...] = self.states[columns]
+        return engine
+
     # --- afterwards -------------------------------------------------------------------------------------------------
 
     def residuals(self, b, x0, damp: float):
@@ -208,32 +225,39 @@ class Engine:
         Returns
         -------
         array (3, columns)
-            The squares of the norms of r = b - A x, of A^H r - damp^2 (x - x0), and, if damp is not 0, of x - x0.
+            The squares of the norms of r = b - A x, of A^H r - damp^2 (x - x0), and, if damp is not 0, of x - x0; with
+            a preconditioner, of the same for A N^-1 and y.
         """
         squares = self.device.empty((3, self.columns), np.dtype("float64"))
         squares.fill(0)
-        vectors, partials = self.vectors, self._b_partials
-        vectors.load(b, self.u, partials)
-        if self.u.size and self.x.size:
-            partials = self._apply(False, self.x, self.u, self._minus_plus)
-        vectors.shorten(partials, squares[:1])
-        partials = self._apply(True, self.u, self.v, self._plain)
+        vectors, start = self.vectors, x0 if self._plain is None else None
+        vectors.load(b, self.u, self._b_partials)
+        if x0 is not None and start is None:
+            vectors.load(x0, self.h, self._x_partials)
+            self._take_away(self._plain, self.h)
+        vectors.shorten(self._take_away(self.product, self.x), squares[:1])
+        partials = self._apply(True, self.u, self.v, vectors.constants(1, 0))
         if damp != 0:
-            self.hbar[...] = self.x if x0 is None else self.x - x0
+            self.hbar[...] = self.x if start is None else self.x - start
             vectors.load(self.hbar, self.h, self._x_partials)
             vectors.shorten(self._x_partials, squares[2:])
-            weight = self.device.empty((self.columns,), np.dtype("float64"))
-            weight.fill(-(damp**2))
             partials = self._x_partials
-            vectors.combine(Pair(weight, self._plain.alpha, 1), self.h, self.v, partials)
+            vectors.combine(vectors.constants(-(damp**2), 1), self.h, self.v, partials)
         vectors.shorten(partials, squares[1:2])
         return squares
+
+    def solution(self, x0):
+        """Return x, in the engine's workspace unless there is a preconditioner."""
+        if self._plain is None:
+            return self.x
+        x = self.product.solve(self.x)
+        return x.copy() if x0 is None else x + x0
 
 
 class _Reader:
     """Copies of the state and of the history in pinned memory, two in flight."""
 
-    runs_ahead = True
+    depth = 2
 
     def __init__(self, *sources) -> None:
         import cupy
@@ -267,7 +291,7 @@ class _Reader:
 class _EmulatedReader:
     """The same where nothing runs by itself."""
 
-    runs_ahead = False
+    depth = 1
 
     def __init__(self, *sources) -> None:
         self._sources = sources

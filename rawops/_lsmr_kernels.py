@@ -80,6 +80,7 @@ class Vectors:
         self._rows = THREADS // cols  # that a block takes at a time
         self._column_blocks = -(-columns // cols)
         self._kernels: dict = {}
+        self._constants: dict[float, Any] = {}
 
     def kernel(self, spec: KernelSpec):
         """Return a kernel for these vectors."""
@@ -102,6 +103,15 @@ class Vectors:
     def partials(self, count: int):
         """Return a new array of `count` partial sums a column."""
         return self.device.empty((count, self.columns), np.dtype("float64"))
+
+    def constants(self, alpha: float, beta: float) -> Pair:
+        """Return numbers as the scalars of a product."""
+        for value in (alpha, beta):
+            if value not in self._constants:
+                self._constants[value] = x = self.device.empty((self.columns,), np.dtype("float64"))
+                x.fill(value)
+        alpha, beta = self._constants[alpha], self._constants[beta]
+        return Pair(alpha.reshape(()), beta.reshape(())) if self.columns == 1 else Pair(alpha, beta, 1)
 
     def load(self, source, target, partials) -> None:
         """Copy `source`, of any strides, and leave the partial sums of its squares."""

@@ -70,14 +70,33 @@ class SparseProduct:
         self.device = matrix._store.device
         self.nbytes = 2 * matrix.nnz * (self.dtype.itemsize + 4)  # that an iteration reads
 
-    def bind(self, vectors: Vectors) -> SparseProduct:
-        return self
+    def bind(self, vectors: Vectors) -> SparseProduct | SparseColumns:
+        return self if vectors.columns == 1 else SparseColumns(self, vectors)
 
     def num_partials(self, transposed: bool) -> int:
         return self.matrix._num_partials(transposed)
 
     def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
         self.matrix._apply(transposed, x, y, scalars.alpha, scalars.beta, partials.reshape(-1))
+
+
+class SparseColumns:
+    """A `SparseMatrix` times several columns at once, which reads it once."""
+
+    is_captured = True
+
+    def __init__(self, product: SparseProduct, vectors: Vectors) -> None:
+        self.vectors, self.nbytes = vectors, product.nbytes
+        self._ops = {False: product.matrix, True: product.matrix.H}
+        self._w = vectors.empty(max(product.shape))
+
+    def num_partials(self, transposed: bool) -> int:
+        return self.vectors.blocks(self._ops[transposed].shape[0])
+
+    def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
+        w = self._w[: y.shape[0]]
+        self._ops[transposed].matmat(x, out=w)
+        self.vectors.combine(scalars, w, y, partials)
 
 
 class DenseProduct:
@@ -149,22 +168,101 @@ class PythonProduct:
         return self.vectors.blocks(self.shape[transposed])
 
     def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
-        product = self.operator.rmatvec if transposed else self.operator.matvec
+        name = "rmatvec" if transposed else "matvec"
+        product = getattr(self.operator, name)
         if self.vectors.columns == 1:
-            w = self._checked(transposed, product(x), y.shape)
+            w = _contiguous(self.function, "A", name, product(x), y)
         else:
             w = self.vectors.empty(y.shape[0])
             for column in range(self.vectors.columns):
-                w[:, column] = self._checked(transposed, product(x[:, column]), y.shape[:1])
+                w[:, column] = _contiguous(self.function, "A", name, product(x[:, column]), y[:, column])
         self.vectors.combine(scalars, w, y, partials)
 
-    def _checked(self, transposed: bool, w, shape: tuple):
-        name = "rmatvec" if transposed else "matvec"
-        if getattr(w, "shape", None) != shape:
-            rule = f"return an array of shape {shape} from {name}"
-            fail(ValueError, self.function, "A", rule, getattr(w, "shape", type(w).__name__))
-        w = w.astype(self.vectors.dtype, copy=False)
-        return w if w.strides == (w.itemsize,) else w.copy()
+
+class ColumnScaling:
+    """The preconditioner "column": every column of A at norm 1; `scale` (n,) holds one over the norms."""
+
+    def __init__(self, scale) -> None:
+        self.scale = scale
+
+
+def column_scaling(function: str, product) -> ColumnScaling:
+    """Return the scaling of a matrix whose entries are at hand. A column of zeros stays as it is."""
+    if isinstance(product, SparseProduct):
+        squares = _column_squares(product.matrix)
+    elif isinstance(product, DenseProduct):
+        squares = (abs(product.matrix).astype("float64") ** 2).sum(axis=0)
+    else:
+        hint = "Pass an object with solve and rsolve."
+        fail(ValueError, function, "preconditioner", "not be 'column' for an operator", "'column'", hint)
+    squares[squares == 0] = 1
+    return ColumnScaling(squares**-0.5)
+
+
+def _column_squares(matrix):
+    """Return the squared norms of a sparse matrix's columns: a product with the squares of its entries."""
+    store = matrix._store
+    has_columns = (not matrix._transposed) in store.rows
+    rows = store.rows[has_columns != matrix._transposed]
+    data = abs(rows.data).astype("float64") ** 2
+    squared = type(matrix).from_csr(data, rows.indices, rows.indptr, rows.shape, dual=False)
+    ones = store.device.empty((matrix.shape[0],), data.dtype)
+    ones.fill(1)
+    return squared.matvec(ones) if has_columns else squared.rmatvec(ones)
+
+
+class PreconditionedProduct:
+    """A N^-1 for a preconditioner N: a `ColumnScaling`, or an object with ``solve`` and ``rsolve``."""
+
+    def __init__(self, function: str, product, preconditioner) -> None:
+        self.function, self.product, self.preconditioner = function, product, preconditioner
+        self.shape, self.dtype, self.device = product.shape, product.dtype, product.device
+
+    def bind(self, vectors: Vectors) -> BoundPreconditioned:
+        return BoundPreconditioned(self, vectors)
+
+
+class BoundPreconditioned:
+    """A N^-1 with its workspace. The column scaling is a factor in a kernel; other preconditioners run in Python.
+
+    Attributes
+    ----------
+    plain : product
+        A itself.
+    """
+
+    def __init__(self, product: PreconditionedProduct, vectors: Vectors) -> None:
+        preconditioner, self.vectors, self._function = product.preconditioner, vectors, product.function
+        self.plain, self._n = product.product.bind(vectors), product.shape[1]
+        self.nbytes = getattr(self.plain, "nbytes", 0)
+        self._w, self._partials = vectors.empty(self._n), vectors.partials(self.plain.num_partials(True))
+        self._scale = None
+        if isinstance(preconditioner, ColumnScaling):
+            self._scale = preconditioner.scale.astype(real_and_parts(vectors.dtype)[0], copy=False)
+        else:
+            self._solve, self._rsolve = preconditioner.solve, preconditioner.rsolve
+        self.is_captured = self.plain.is_captured and self._scale is not None
+
+    def num_partials(self, transposed: bool) -> int:
+        return self.vectors.blocks(self._n) if transposed else self.plain.num_partials(False)
+
+    def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
+        if transposed:
+            self.plain.apply(True, x, self._w, self.vectors.constants(1, 0), self._partials)
+            w = self._w if self._scale is not None else self._checked("rsolve", self._rsolve(self._w))
+            self.vectors.combine(scalars, w, y, partials, scale=self._scale)
+        else:
+            self.plain.apply(False, self.solve(x), y, scalars, partials)
+
+    def solve(self, y):
+        """Return N^-1 y, in the workspace or of the preconditioner's own making."""
+        if self._scale is None:
+            return self._checked("solve", self._solve(y))
+        self.vectors.combine(self.vectors.constants(1, 0), y, self._w, scale=self._scale)
+        return self._w
+
+    def _checked(self, name: str, x):
+        return _contiguous(self._function, "preconditioner", name, x, self._w)
 
 
 class EmptyProduct:
@@ -184,6 +282,15 @@ class EmptyProduct:
     def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
         y.fill(0)
         partials.fill(0)
+
+
+def _contiguous(function: str, argument: str, name: str, x, like):
+    """Return what a user's function gave as a contiguous array of the shape and dtype of `like`."""
+    if getattr(x, "shape", None) != like.shape:
+        rule = f"return an array of shape {like.shape} from {name}"
+        fail(ValueError, function, argument, rule, getattr(x, "shape", type(x).__name__))
+    x = x.astype(like.dtype, copy=False)
+    return x if x.flags.c_contiguous else x.copy()
 
 
 def product_of(function: str, A):

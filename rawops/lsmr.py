@@ -8,6 +8,7 @@ _lsmr_engine.py, what it multiplies with in _lsmr_operators.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rawops._lsmr_engine import HISTORY, Engine, Settings
-from rawops._lsmr_operators import LinearOperator, product_of
+from rawops._lsmr_many import solve_columns
+from rawops._lsmr_operators import LinearOperator, PreconditionedProduct, column_scaling, product_of
 from rawops._lsmr_status import Progress, Status
 from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
@@ -98,7 +100,19 @@ class LSMR:
 
     _function = "LSMR"
 
-    def __init__(self, A, *, damp=0.0, atol=1e-6, btol=1e-6, conlim=1e8, maxiter=None, vectors=None) -> None:
+    def __init__(
+        self,
+        A,
+        *,
+        damp=0.0,
+        atol=1e-6,
+        btol=1e-6,
+        conlim=1e8,
+        maxiter=None,
+        preconditioner=None,
+        reorthogonalize=None,
+        vectors=None,
+    ) -> None:
         is_foreign = hasattr(A, "tocsr") and not isinstance(A, SparseMatrix)
         self._product = product_of(self._function, _sparse_matrix(self._function, A) if is_foreign else A)
         self.shape = self._product.shape
@@ -108,8 +122,30 @@ class LSMR:
             maxiter = min(self.shape)
         maxiter = checks.int_range(self._function, "maxiter", maxiter, -(2**53), 2**53)
         self._settings = Settings(damp, atol, btol, 1 / conlim if conlim > 0 else 0.0, maxiter)
+        self._capacity = self._kept_vectors(reorthogonalize)
+        if preconditioner is not None and 0 not in self.shape:
+            self._product = self._preconditioned(preconditioner)
         self._vectors = checks.choice(self._function, "vectors", vectors, (None, "float64"))
         self._engines: dict[tuple, Engine] = {}
+
+    def _kept_vectors(self, reorthogonalize) -> int:
+        most = max(min(*self.shape, self._settings.maxiter), 0)
+        if reorthogonalize is None:
+            return 0
+        if isinstance(reorthogonalize, str):
+            checks.choice(self._function, "reorthogonalize", reorthogonalize, ("full",))
+            return most
+        return min(checks.int_range(self._function, "reorthogonalize", reorthogonalize, 1, 2**31 - 1), most)
+
+    def _preconditioned(self, preconditioner) -> PreconditionedProduct:
+        function = self._function
+        if isinstance(preconditioner, str):
+            checks.choice(function, "preconditioner", preconditioner, ("column",))
+            preconditioner = column_scaling(function, self._product)
+        elif not (hasattr(preconditioner, "solve") and hasattr(preconditioner, "rsolve")):
+            rule, got = "be 'column' or have solve and rsolve", type(preconditioner).__name__
+            fail(TypeError, function, "preconditioner", rule, got)
+        return PreconditionedProduct(function, self._product, preconditioner)
 
     def solve(self, b, x0=None, *, callback: Callable | None = None, history: bool = False, show: bool = False):
         """Solve for one right-hand side.
@@ -135,31 +171,68 @@ class LSMR:
             engine.start(problem.b, problem.x0, self._settings)
             report = engine.run(self._settings.maxiter, progress.add if progress.is_wanted else None)[0]
             squares = engine.residuals(problem.b, problem.x0, self._settings.damp)
-            x = engine.x.copy() if keep else engine.x
+            x = engine.solution(problem.x0)
+            x = x.copy() if keep and x is engine.x else x
         istop, itn = int(report["istop"]), int(report["itn"])
         status = Status(istop, report, squares[:, 0], self._settings)
         progress.finish(status)
         values = (report[name] for name in HISTORY)
         return LSMRResult(problem.give(x), istop, itn, *values, history=progress.history(), status=status)
 
+    def solve_many(self, B, X0=None, *, history: bool = False) -> LSMRResult:
+        """Solve for several right-hand sides at once, which reads A once for all of them.
+
+        Each column has its own scalars and its own stop, as if it were solved alone. Columns that have stopped drop out
+        whenever half of them have.
+
+        Parameters
+        ----------
+        B : array (m, r)
+        X0 : array (n, r), optional
+        history : bool
+            Keep the norms of every iteration, arrays (iterations, r) with NaN after a column's stop.
+
+        Returns
+        -------
+        LSMRResult
+            x (n, r); the others are NumPy arrays (r,), and status is a list.
+        """
+        if self._capacity:
+            hint = "Solve column by column."
+            fail(ValueError, self._function, "reorthogonalize", "be None for solve_many", self._capacity, hint)
+        problem = self._problem(B, X0, names=("B", "X0"))
+        if problem.b.shape[1] == 0:
+            fail(ValueError, self._function, "B", "have columns", f"shape {tuple(problem.b.shape)}")
+        engine = self._engine(problem, problem.b.shape[1])
+        with _current(problem.device):
+            reports, kept = solve_columns(engine, problem.b, problem.x0, self._settings, history)
+            squares = engine.residuals(problem.b, problem.x0, self._settings.damp)
+            x = engine.solution(problem.x0)
+            x = (x.copy() if x is engine.x else x).reshape(self.shape[1], -1)
+        status = [Status(int(r["istop"]), r, squares[:, i], self._settings) for i, r in enumerate(reports)]
+        istop, itn, *norms = (np.array([r[name] for r in reports]) for name in ("istop", "itn", *HISTORY))
+        return LSMRResult(problem.give(x), istop.astype(int), itn.astype(int), *norms, history=kept, status=status)
+
     def _engine(self, problem: _Problem, columns: int) -> Engine:
         key = problem.device, problem.dtype, columns
         if key not in self._engines:
             with _current(problem.device):
-                self._engines[key] = Engine(problem.device, self._product, problem.dtype, columns)
+                self._engines[key] = Engine(problem.device, self._product, problem.dtype, columns, self._capacity)
         return self._engines[key]
 
-    def _problem(self, b, x0) -> _Problem:
+    def _problem(self, b, x0, names=("b", "x0")) -> _Problem:
         function, (m, n) = self._function, self.shape
         if hasattr(b, "toarray"):
             b = b.toarray()
         if b is None:
-            fail(TypeError, function, "b", "be a GPU array", "None")
-        (b, x0), give = arrays.take(function, b=b, x0=x0)
-        b, x0 = _vector(function, "b", b, m), None if x0 is None else _vector(function, "x0", x0, n)
-        device = arrays.device_of(function, b=b, x0=x0)
+            fail(TypeError, function, names[0], "be a GPU array", "None")
+        given = dict(zip(names, (b, x0), strict=True))
+        (b, x0), give = arrays.take(function, **given)
+        device = arrays.device_of(function, **dict(zip(names, (b, x0), strict=True)))
         if self._product.device not in (None, device):
-            fail(ValueError, function, "b", f"be on the device of A ({self._product.device})", str(device))
+            fail(ValueError, function, names[0], f"be on the device of A ({self._product.device})", str(device))
+        shape = _vector if names[0] == "b" else functools.partial(_columns, columns=b.shape[-1:])
+        b, x0 = shape(function, names[0], b, m), None if x0 is None else shape(function, names[1], x0, n)
         inexact = [x.dtype for x in (self._product, b, x0) if x is not None and x.dtype.kind in "fc"]
         dtype = np.result_type(*(inexact or ["float64"]), self._vectors or "float32")
         b, x0 = (x if x is None else x.astype(dtype, copy=False) for x in (b, x0))
@@ -172,9 +245,22 @@ def _vector(function: str, name: str, x, size: int):
         x = x.reshape(1)
     if x.shape not in ((size,), (size, 1)):
         fail(ValueError, function, name, f"have shape ({size},) or ({size}, 1)", f"shape {tuple(x.shape)}")
+    _check_kind(function, name, x)
+    return x if x.ndim == 1 else x[:, 0]
+
+
+def _columns(function: str, name: str, x, size: int, columns: tuple):
+    """Return a matrix of columns; a single one as a vector, as the engine has it."""
+    if x.ndim != 2 or x.shape != (size, *columns):
+        rule = f"have shape ({size}, {columns[0] if columns else 'any'})"
+        fail(ValueError, function, name, rule, f"shape {tuple(x.shape)}")
+    _check_kind(function, name, x)
+    return x
+
+
+def _check_kind(function: str, name: str, x) -> None:
     if x.dtype.kind not in "biufc":
         fail(TypeError, function, name, "hold numbers", f"dtype {x.dtype}")
-    return x if x.ndim == 1 else x[:, 0]
 
 
 def lsmr(
@@ -188,6 +274,8 @@ def lsmr(
     show=False,
     x0=None,
     *,
+    preconditioner=None,
+    reorthogonalize: str | int | None = None,
     callback: Callable | None = None,
     history: bool = False,
     vectors: str | None = None,
@@ -214,6 +302,14 @@ def lsmr(
         Show the progress, and how it ended.
     x0 : array (n,) or (n, 1), optional
         Where to start; zeros if left out.
+    preconditioner : {None, "column"} or object, optional
+        Solve for y in A N^-1 y = b, with x = x0 + N^-1 y: "column" scales the columns of a sparse or dense A to norm 1;
+        an object gives ``solve(y)`` = N^-1 y and ``rsolve(z)`` = N^-H z, device arrays of shape (n,), and may not change
+        its argument. Then `damp`, `normar`, `norma`, `conda` and `normx` are about A N^-1 and y.
+    reorthogonalize : {None, "full"} or int, optional
+        Orthogonalise each v against all earlier ones, or the last k: fewer iterations on ill-conditioned systems, for
+        k n elements of memory ("full": as many vectors as iterations, at most min(m, n, maxiter)) and two passes over
+        them an iteration. A few of them do nothing: only "full" brings illc1033 from 1949 iterations to 261.
     callback : callable, optional
         ``callback(iteration)`` with an `Iteration` for every iteration, in order. They come in chunks, up to two chunks
         behind the device, which does not wait.
@@ -244,7 +340,17 @@ def lsmr(
     The host reads the state every few iterations, one chunk behind; no iteration waits for it. Use `LSMR` to solve with
     one A repeatedly. Workspace besides A and b: m + 4 n elements, x among them, and some thousand float64 numbers.
     """
-    solver = _OneSolve(A, damp=damp, atol=atol, btol=btol, conlim=conlim, maxiter=maxiter, vectors=vectors)
+    solver = _OneSolve(
+        A,
+        damp=damp,
+        atol=atol,
+        btol=btol,
+        conlim=conlim,
+        maxiter=maxiter,
+        preconditioner=preconditioner,
+        reorthogonalize=reorthogonalize,
+        vectors=vectors,
+    )
     return solver._solve(b, x0, callback, history, show, keep=False)
 
 

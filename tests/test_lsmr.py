@@ -421,6 +421,156 @@ def test_show(device, rng, capsys):
     assert "istop 2: the least-squares solution to the tolerance atol" in capsys.readouterr().out
 
 
+# --- several right-hand sides ---------------------------------------------------------------------------------------
+
+
+def right_hand_sides(rng, a, columns):
+    """Columns that stop at different iterations, two of them at once."""
+    b = rng.standard_normal((a.shape[0], columns))
+    b[:, 0] = a @ np.ones(a.shape[1])
+    b[:, 1] = 0
+    b[:, 2] = np.linalg.svd(a)[0][:, 0]
+    return b
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "operator"])
+def test_solve_many(device, rng, kind):
+    a, _ = system(rng, 24, 8, (1, 2, 3, 4))
+    b, x0 = right_hand_sides(rng, a, 5), rng.standard_normal((8, 5))
+    matrix = {
+        "dense": lambda: device.put(a),
+        "sparse": lambda: rawops.SparseMatrix.from_scipy(sparse.csr_array(a)),
+        "operator": lambda: counted(device.put(a))[0],
+    }[kind]()
+    for options in ({"X0": device.put(x0)}, {}):
+        ours = rawops.LSMR(matrix, damp=0.01).solve_many(device.put(b), history=True, **options)
+        for j in range(5):
+            expected = scipy_lsmr(a, b[:, j], damp=0.01, x0=x0[:, j] if options else None)
+            column = [device.get(ours.x)[:, j], *(value[j] for value in ours[1:])]
+            assert_same(device, rawops.LSMRResult(*column), expected)
+            seen = ours.history["normr"][:, j]
+            assert np.isnan(seen[expected[2] :]).all()
+            assert (seen[: expected[2]][-1:] == ours.normr[j]).all()
+            assert ours.status[j].converged
+
+
+def test_solve_many_complex_and_one_column(device, rng):
+    a, _ = system(rng, 12, 5, dtype="complex128")
+    b = rng.standard_normal((12, 3)) + 1j
+    for columns in (b, b[:, :1]):
+        ours = rawops.LSMR(device.put(a)).solve_many(device.put(np.asfortranarray(columns)))
+        np.testing.assert_allclose(device.get(ours.x), np.linalg.lstsq(a, columns)[0], rtol=1e-8)
+        assert ours.x.shape == (5, columns.shape[1])
+
+
+def test_solve_many_mistakes(device):
+    solver = rawops.LSMR(device.put(np.ones((4, 3))))
+    for options, message in (
+        ({"B": np.ones(4)}, r"B must have shape \(4, any\), got shape \(4,\)"),
+        ({"B": np.ones((3, 2))}, r"B must have shape \(4, 2\), got shape \(3, 2\)"),
+        ({"B": np.ones((4, 0))}, r"B must have columns, got shape \(4, 0\)"),
+        ({"B": np.ones((4, 2)), "X0": np.ones((3, 3))}, r"X0 must have shape \(3, 2\), got shape \(3, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^LSMR: {message}"):
+            solver.solve_many(**put_all(device, **options))
+    solver = rawops.LSMR(device.put(np.ones((4, 3))), reorthogonalize=2)
+    with pytest.raises(ValueError, match="reorthogonalize must be None for solve_many, got 2"):
+        solver.solve_many(device.put(np.ones((4, 2))))
+
+
+# --- preconditioners and reorthogonalisation ------------------------------------------------------------------------
+
+
+class Diagonal:
+    """N = diag(d), with a phase that tells solve from its adjoint."""
+
+    def __init__(self, device, d) -> None:
+        self.d = device.put(d)
+
+    def solve(self, y):
+        return y / self.d
+
+    def rsolve(self, z):
+        return z / self.d.conj()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "sparse view", "one format"])
+def test_column_scaling(device, rng, kind):
+    """Columns of orthogonal matrices times anything are orthonormal again, which takes one step."""
+    q, b = system(rng, 20, 6, (1.0,))
+    a = q * np.array([1e-3, 1, 1e3, 1, 7, 0])
+    scipy_matrix = sparse.csr_array(a)
+    matrix = {
+        "dense": lambda: device.put(a),
+        "sparse": lambda: rawops.SparseMatrix.from_scipy(scipy_matrix),
+        "sparse view": lambda: rawops.SparseMatrix.from_scipy(scipy_matrix.T).T,
+        "one format": lambda: rawops.SparseMatrix.from_scipy(scipy_matrix, dual=False),
+    }[kind]()
+    x0 = rng.standard_normal(6) * [1, 1, 1e-3, 1, 1, 0]
+    for start in (None, device.put(x0)):
+        ours = rawops.lsmr(matrix, device.put(b), x0=start, preconditioner="column", atol=1e-12, btol=1e-12)
+        assert ours.itn <= 2
+        np.testing.assert_allclose(device.get(ours.x), np.linalg.pinv(a) @ b, rtol=1e-8, atol=1e-12)
+        assert ours.status.converged
+        assert ours.status.normr == pytest.approx(ours.normr)
+
+
+def test_preconditioner_object(device, rng):
+    d = np.exp(1j * np.arange(6)) * 10.0 ** np.arange(-3, 3)
+    q, b = system(rng, 20, 6, (1.0, 2.0), dtype="complex128")
+    ours = rawops.lsmr(
+        device.put(q * d), device.put(b), preconditioner=Diagonal(device, d), damp=0.1, atol=1e-12, btol=1e-12
+    )
+    y = np.linalg.lstsq(np.vstack([q, 0.1 * np.eye(6)]), np.concatenate([b, np.zeros(6)]))[0]
+    np.testing.assert_allclose(device.get(ours.x), y / d, rtol=1e-8)
+    assert ours.normx == pytest.approx(np.linalg.norm(y))
+    assert ours.itn <= 3
+
+
+@pytest.mark.parametrize(
+    ("preconditioner", "error", "message"),
+    [
+        ("row", ValueError, "preconditioner must be 'column', got 'row'"),
+        (3, TypeError, "preconditioner must be 'column' or have solve and rsolve, got int"),
+    ],
+)
+def test_preconditioner_mistakes(device, preconditioner, error, message):
+    with pytest.raises(error, match=message):
+        rawops.lsmr(device.put(np.eye(3)), device.put(np.ones(3)), preconditioner=preconditioner)
+    operator, _ = counted(device.put(np.eye(3)))
+    with pytest.raises(ValueError, match="not be 'column' for an operator"):
+        rawops.lsmr(operator, device.put(np.ones(3)), preconditioner="column")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_reorthogonalisation(device, rng, dtype):
+    """Condition 4e6: v loses its orthogonality, and with it the solution, unless it is restored."""
+    a = np.vander(np.linspace(0, 1, 20), 10).astype(dtype)
+    _, b = system(rng, 20, 10, dtype=dtype)
+    options = {"maxiter": 10, "atol": 0, "btol": 0, "conlim": 0}
+    errors = {}
+    for kept in (None, "full"):
+        ours = rawops.lsmr(device.put(a), device.put(b), reorthogonalize=kept, **options)
+        expected = np.linalg.lstsq(a, b)[0]
+        errors[kept] = np.linalg.norm(device.get(ours.x) - expected) / np.linalg.norm(expected)
+    assert errors["full"] < 1e-5 < 1e-3 < errors[None]
+    assert ours.conda == pytest.approx(np.linalg.cond(a), rel=0.1)
+
+
+def test_reorthogonalisation_in_a_ring(device, rng):
+    """Against fewer vectors than there are iterations: the same solution of a system that needs none of it."""
+    a, b = system(rng, 30, 10, np.linspace(1, 9, 5))
+    for kept in (1, 3):
+        ours = rawops.lsmr(device.put(a), device.put(b), reorthogonalize=kept)
+        assert_same(device, ours, scipy_lsmr(a, b))
+
+
+@pytest.mark.parametrize("kept", ["some", 0, -1, 1.5])
+def test_reorthogonalisation_mistakes(device, kept):
+    with pytest.raises((TypeError, ValueError), match="^lsmr: reorthogonalize must be"):
+        rawops.lsmr(device.put(np.eye(3)), device.put(np.ones(3)), reorthogonalize=kept)
+
+
 # --- the status -----------------------------------------------------------------------------------------------------
 
 
@@ -513,6 +663,15 @@ def test_well1033_and_illc1033(device, real_systems, name, tolerance):
     assert ours.itn == pytest.approx(expected[2], rel=0.03)
     assert ours.normr == pytest.approx(0.7521579, rel=1e-6)
     assert ours.status.converged
+
+
+@pytest.mark.gpu
+def test_full_reorthogonalisation_of_illc1033(device, real_systems):
+    a, b = (device.put(x) for x in real_systems["illc1033"])
+    ours = rawops.lsmr(a, b, reorthogonalize="full", maxiter=1000)
+    print(ours[1:], ours.status)
+    assert ours.istop == 2
+    assert 250 < ours.itn < 275
 
 
 @pytest.mark.gpu
