@@ -18,7 +18,7 @@ from rawops.errors import (
 )
 from rawops.gemm import Gemm, gemm, grouped_gemm
 from rawops.lora import FusedLoRA, MultiLoRA, lora_linear, lora_linear_backward
-from rawops.lsmr import LSMR, LinearOperator, LSMRResult, lsmr
+from rawops.lsmr import LSMR, DistributedOperator, LinearOperator, LSMRResult, lsmr
 from rawops.paged_kv import PagedKVCache, append_paged_kv, paged_attention
 from rawops.sparse import SparseMatrix
 
@@ -28,6 +28,7 @@ __all__ = [
     "LSMR",
     "BarrierError",
     "CompileError",
+    "DistributedOperator",
     "EmulatorError",
     "FusedLoRA",
     "Gemm",

@@ -15,6 +15,7 @@ import numpy as np
 
 from rawops._lsmr_basis import Basis
 from rawops._lsmr_kernels import BEGIN, MOST_PARTIALS, SCALARS, SHORT, THREADS, UPDATE, Pair, Vectors
+from rawops._lsmr_operators import EmptyProduct
 
 # Where things lie in LsmrState of common/lsmr_state.cuh, in float64 numbers.
 _STATE, _NOW, _NEXT = 77, 5, 41
@@ -58,7 +59,7 @@ class Engine:
         self.device, self.columns, self.shape, self._unbound = device, columns, product.shape, product
         self.vectors = vectors = Vectors(device, dtype, columns)
         self.product = product.bind(vectors)
-        self._plain = getattr(self.product, "plain", None)
+        self._plain, self._share = getattr(self.product, "plain", None), getattr(self.product, "share", None)
         self._is_captured = self.product.is_captured and not device.is_emulated
         m, n = product.shape
         self.u = vectors.empty(m)
@@ -96,7 +97,7 @@ class Engine:
 
     def _take_away(self, product, x):
         """Compute u -= A x."""
-        if 0 in self.shape:
+        if isinstance(product, EmptyProduct):
             return self._b_partials
         product.apply(False, x, self.u, self.vectors.constants(-1, 1), self._partials[False])
         return self._few(False, self._partials[False])
@@ -111,13 +112,13 @@ class Engine:
         """Set out from b and x0, arrays of the vectors' dtype; None is zero."""
         pointer, vectors = self.device.pointer, self.vectors
         vectors.load(b, self.u, self._b_partials)
-        u_partials = self._b_partials
+        b_partials = u_partials = self._b_partials if self._share is None else self._share(self._b_partials)
         if x0 is not None:
             vectors.load(x0, self.x, self._x_partials)
             u_partials = self._take_away(self._plain or self.product, self.x)
         if x0 is None or self._plain is not None:
             self.x.fill(0)
-        values = (pointer(self.states), *settings, pointer(self._b_partials), self._b_partials.shape[0])
+        values = (pointer(self.states), *settings, pointer(b_partials), b_partials.shape[0])
         self._one_block(BEGIN, (*values, pointer(u_partials), u_partials.shape[0]))
         vectors.combine(self._forward, None, self.u)
         self._update(self._apply(True, self.u, self.v, self._adjoint))

@@ -79,6 +79,17 @@ class SparseProduct:
     def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
         self.matrix._apply(transposed, x, y, scalars.alpha, scalars.beta, partials.reshape(-1))
 
+    def column_squares(self):
+        """Return the squared norms of the columns: a product with the squares of the entries."""
+        matrix, store = self.matrix, self.matrix._store
+        has_columns = (not matrix._transposed) in store.rows
+        rows = store.rows[has_columns != matrix._transposed]
+        data = abs(rows.data).astype("float64") ** 2
+        squared = type(matrix).from_csr(data, rows.indices, rows.indptr, rows.shape, dual=False)
+        ones = store.device.empty((matrix.shape[0],), data.dtype)
+        ones.fill(1)
+        return squared.matvec(ones) if has_columns else squared.rmatvec(ones)
+
 
 class SparseColumns:
     """A `SparseMatrix` times several columns at once, which reads it once."""
@@ -108,6 +119,10 @@ class DenseProduct:
 
     def bind(self, vectors: Vectors) -> BoundDense:
         return BoundDense(self.matrix, vectors)
+
+    def column_squares(self):
+        """Return the squared norms of the columns."""
+        return (abs(self.matrix).astype("float64") ** 2).sum(axis=0)
 
 
 class BoundDense:
@@ -188,27 +203,12 @@ class ColumnScaling:
 
 def column_scaling(function: str, product) -> ColumnScaling:
     """Return the scaling of a matrix whose entries are at hand. A column of zeros stays as it is."""
-    if isinstance(product, SparseProduct):
-        squares = _column_squares(product.matrix)
-    elif isinstance(product, DenseProduct):
-        squares = (abs(product.matrix).astype("float64") ** 2).sum(axis=0)
-    else:
+    if getattr(product, "column_squares", None) is None:
         hint = "Pass an object with solve and rsolve."
         fail(ValueError, function, "preconditioner", "not be 'column' for an operator", "'column'", hint)
+    squares = product.column_squares()
     squares[squares == 0] = 1
     return ColumnScaling(squares**-0.5)
-
-
-def _column_squares(matrix):
-    """Return the squared norms of a sparse matrix's columns: a product with the squares of its entries."""
-    store = matrix._store
-    has_columns = (not matrix._transposed) in store.rows
-    rows = store.rows[has_columns != matrix._transposed]
-    data = abs(rows.data).astype("float64") ** 2
-    squared = type(matrix).from_csr(data, rows.indices, rows.indptr, rows.shape, dual=False)
-    ones = store.device.empty((matrix.shape[0],), data.dtype)
-    ones.fill(1)
-    return squared.matvec(ones) if has_columns else squared.rmatvec(ones)
 
 
 class PreconditionedProduct:
@@ -229,12 +229,14 @@ class BoundPreconditioned:
     ----------
     plain : product
         A itself.
+    share : callable or None
+        See _lsmr_distributed.py.
     """
 
     def __init__(self, product: PreconditionedProduct, vectors: Vectors) -> None:
         preconditioner, self.vectors, self._function = product.preconditioner, vectors, product.function
         self.plain, self._n = product.product.bind(vectors), product.shape[1]
-        self.nbytes = getattr(self.plain, "nbytes", 0)
+        self.nbytes, self.share = getattr(self.plain, "nbytes", 0), getattr(self.plain, "share", None)
         self._w, self._partials = vectors.empty(self._n), vectors.partials(self.plain.num_partials(True))
         self._scale = None
         if isinstance(preconditioner, ColumnScaling):
@@ -268,10 +270,11 @@ class BoundPreconditioned:
 class EmptyProduct:
     """A matrix without rows or without columns."""
 
-    is_captured, device = True, None
+    is_captured = True
 
-    def __init__(self, shape: tuple[int, int], dtype) -> None:
-        self.shape, self.dtype, self.nbytes = shape, np.dtype(dtype), 0
+    def __init__(self, product) -> None:
+        self.shape, self.dtype, self.device, self.nbytes = product.shape, product.dtype, product.device, 0
+        self.column_squares = getattr(product, "column_squares", None)
 
     def bind(self, vectors: Vectors) -> EmptyProduct:
         return self
@@ -303,7 +306,7 @@ def product_of(function: str, A):
         product = DenseProduct(_dense(function, A))
     if len(product.shape) != 2:
         fail(ValueError, function, "A", "have 2 dimensions", f"shape {tuple(product.shape)}")
-    return EmptyProduct(product.shape, product.dtype) if 0 in product.shape else product
+    return EmptyProduct(product) if 0 in product.shape else product
 
 
 def _dense(function: str, A):

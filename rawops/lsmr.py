@@ -15,16 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rawops._lsmr_distributed import DistributedOperator, DistributedProduct
 from rawops._lsmr_engine import HISTORY, Engine, Settings
 from rawops._lsmr_many import solve_columns
-from rawops._lsmr_operators import LinearOperator, PreconditionedProduct, column_scaling, product_of
+from rawops._lsmr_operators import EmptyProduct, LinearOperator, PreconditionedProduct, column_scaling, product_of
 from rawops._lsmr_status import Progress, Status
 from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
 from rawops.sparse import SparseMatrix
 
-__all__ = ["LSMR", "LSMRResult", "LinearOperator", "lsmr"]
+__all__ = ["LSMR", "DistributedOperator", "LSMRResult", "LinearOperator", "lsmr"]
 
 
 def _current(device):
@@ -34,6 +35,14 @@ def _current(device):
     import cupy
 
     return cupy.cuda.Device(device.ordinal)
+
+
+def _product(function: str, A):
+    """Return the product with a matrix or operator of any kind."""
+    if isinstance(A, DistributedOperator):
+        return DistributedProduct(A, _product(function, A.A))
+    is_foreign = hasattr(A, "tocsr") and not isinstance(A, SparseMatrix)
+    return product_of(function, _sparse_matrix(function, A) if is_foreign else A)
 
 
 def _sparse_matrix(function: str, A):
@@ -113,23 +122,28 @@ class LSMR:
         reorthogonalize=None,
         vectors=None,
     ) -> None:
-        is_foreign = hasattr(A, "tocsr") and not isinstance(A, SparseMatrix)
-        self._product = product_of(self._function, _sparse_matrix(self._function, A) if is_foreign else A)
+        self._product = _product(self._function, A)
         self.shape = self._product.shape
         numbers = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
         damp, atol, btol, conlim = (checks.number(self._function, name, value) for name, value in numbers.items())
         if maxiter is None:
-            maxiter = min(self.shape)
+            maxiter = min(self._total_rows(), self.shape[1])
         maxiter = checks.int_range(self._function, "maxiter", maxiter, -(2**53), 2**53)
         self._settings = Settings(damp, atol, btol, 1 / conlim if conlim > 0 else 0.0, maxiter)
         self._capacity = self._kept_vectors(reorthogonalize)
-        if preconditioner is not None and 0 not in self.shape:
+        if preconditioner is not None and not isinstance(self._product, EmptyProduct):
             self._product = self._preconditioned(preconditioner)
         self._vectors = checks.choice(self._function, "vectors", vectors, (None, "float64"))
         self._engines: dict[tuple, Engine] = {}
 
+    def _total_rows(self) -> int:
+        product = self._product
+        if not isinstance(product, DistributedProduct):
+            return self.shape[0]
+        return product.total_rows(product.device or arrays.current_device(self._function))
+
     def _kept_vectors(self, reorthogonalize) -> int:
-        most = max(min(*self.shape, self._settings.maxiter), 0)
+        most = max(min(self.shape[1], self._settings.maxiter), 0)
         if reorthogonalize is None:
             return 0
         if isinstance(reorthogonalize, str):
@@ -231,7 +245,7 @@ class LSMR:
         device = arrays.device_of(function, **dict(zip(names, (b, x0), strict=True)))
         if self._product.device not in (None, device):
             fail(ValueError, function, names[0], f"be on the device of A ({self._product.device})", str(device))
-        shape = _vector if names[0] == "b" else functools.partial(_columns, columns=b.shape[-1:])
+        shape = _vector if names[0] == "b" else functools.partial(_columns, columns=b.shape[1:])
         b, x0 = shape(function, names[0], b, m), None if x0 is None else shape(function, names[1], x0, n)
         inexact = [x.dtype for x in (self._product, b, x0) if x is not None and x.dtype.kind in "fc"]
         dtype = np.result_type(*(inexact or ["float64"]), self._vectors or "float32")
@@ -304,8 +318,8 @@ def lsmr(
         Where to start; zeros if left out.
     preconditioner : {None, "column"} or object, optional
         Solve for y in A N^-1 y = b, with x = x0 + N^-1 y: "column" scales the columns of a sparse or dense A to norm 1;
-        an object gives ``solve(y)`` = N^-1 y and ``rsolve(z)`` = N^-H z, device arrays of shape (n,), and may not change
-        its argument. Then `damp`, `normar`, `norma`, `conda` and `normx` are about A N^-1 and y.
+        an object gives ``solve(y)`` = N^-1 y and ``rsolve(z)`` = N^-H z, device arrays of shape (n,), and may not
+        change its argument. Then `damp`, `normar`, `norma`, `conda` and `normx` are about A N^-1 and y.
     reorthogonalize : {None, "full"} or int, optional
         Orthogonalise each v against all earlier ones, or the last k: fewer iterations on ill-conditioned systems, for
         k n elements of memory ("full": as many vectors as iterations, at most min(m, n, maxiter)) and two passes over
