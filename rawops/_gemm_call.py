@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from rawops import _gemm_config, _gemm_repack, _gemm_sm90
+from rawops import _gemm_choices, _gemm_config, _gemm_repack, _gemm_sm90
 from rawops._gemm_config import ACTIVATIONS, CALL, DTYPES, KERNELS, REDUCE, SCALAR_TYPES, Config, Problem
 from rawops._gemm_operands import (
     ROLES,
@@ -221,12 +222,20 @@ class Product:
 
     roles: ClassVar[tuple[str, ...]] = ROLES
     names: ClassVar[dict[str, str]] = {}  # what the user calls an operand, where that is not its role
+    _all: ClassVar[weakref.WeakSet[Product]] = weakref.WeakSet()
 
     def __init__(self, function: str, options: Options, workspaces: dict | None = None) -> None:
         check_options(function, options)
         self.function, self.options, self.workspaces = function, options, workspaces
         self._launches: dict[tuple, Launch] = {}
         self._last: tuple = (None, None)
+        Product._all.add(self)
+
+    @classmethod
+    def prepare_anew(cls) -> None:
+        """Have all products choose their kernels again."""
+        for product in list(cls._all):
+            product._launches, product._last = {}, (None, None)
 
     def __call__(self, operands: tuple, alpha: tuple = ONE, beta: tuple = ZERO):
         """Run on arrays of any kind; alpha and beta as `scalars` returns them."""
@@ -329,6 +338,18 @@ class Product:
 
     # How a product is prepared.
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing goes into the product but a and b, and how to split K is not prescribed."""
+        return len(self.roles) == len(ROLES) and self.options.split_k is None
+
+    def _tuned(self, device, problem: Problem, arguments: tuple) -> Config | _gemm_sm90.Config | None:
+        """Return the configuration that `gemm.tune` found to be fastest; None where it was not asked."""
+        if not self.is_plain:
+            return None
+        on_hopper = _gemm_sm90.SM90.exists_on(device.capability)
+        return _gemm_choices.find(device, problem, _gemm_sm90.describe_problem(*arguments[1:]) if on_hopper else None)
+
     def _steps(self, device, request: Request, dtype: str, out_dtype: str, sizes: Sizes):
         described = describe(request, sizes, out_dtype)
         further = {role: described.pop(role) for role in self.roles[len(ROLES) :]}
@@ -346,18 +367,23 @@ class Product:
         tf32 = self.options.precision == "tf32"
         problem = Problem(dtype, M, N, K, math.prod(extents), tf32, min(access_a, access_b))
         activation = ACTIVATIONS.index(self.options.activation)
-        config = self.configure(device, request, problem)
+        arguments = (device, described, M, N, K, extents, activation)
+        tuned = self._tuned(device, problem, arguments)
+        config = tuned if isinstance(tuned, Config) else self.configure(device, request, problem)
         shape = pack_shape(described, (M, N, K, sizes.cols), extents, config, gate)
-        on_hopper = self.hopper(request, (device, described, M, N, K, extents, activation), further, shape)
-        if on_hopper is not None:
-            return on_hopper
-        layouts = {"a": (a_k_major, access_a, 0), "b": (b_k_major, access_b, gate)}
-        copies, replaced = _gemm_repack.plan(device, problem, described, layouts, extents)
-        if copies:
-            product = self._steps_of(device, request, types, replaced, further, folded, sizes)
-            size = sum(copy.size for copy in copies.values())
-            workspace = functools.partial(self.workspace, device, (size,), np.dtype("uint8"))
-            return _gemm_repack.Repacked(copies, product, workspace)
+        if isinstance(tuned, _gemm_sm90.Config):
+            return OnHopper(_gemm_sm90.plan(*arguments, config=tuned), shape)
+        if tuned is None:
+            on_hopper = self.hopper(request, arguments, further, shape)
+            if on_hopper is not None:
+                return on_hopper
+            layouts = {"a": (a_k_major, access_a, 0), "b": (b_k_major, access_b, gate)}
+            copies, replaced = _gemm_repack.plan(device, problem, described, layouts, extents)
+            if copies:
+                product = self._steps_of(device, request, types, replaced, further, folded, sizes)
+                size = sum(copy.size for copy in copies.values())
+                workspace = functools.partial(self.workspace, device, (size,), np.dtype("uint8"))
+                return _gemm_repack.Repacked(copies, product, workspace)
         choices = {"dtype": dtype, "a_k_major": a_k_major, "b_k_major": b_k_major}
         choices |= {"access_a": access_a, "access_b": access_b}
         one_kernel = functools.partial(self._one_kernel, device, request, problem, config, further)

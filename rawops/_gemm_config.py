@@ -212,27 +212,37 @@ class Config:
 
 def candidates(problem: Problem, max_shared_bytes: int) -> list[Tile]:
     """Return the tiles that come into question, the largest first."""
-    itemsize = dtypes.itemsize(problem.dtype)
-    fitting = [t for t in TILES[problem.kind] if t.shared_bytes(itemsize) <= max_shared_bytes]
-    tallest = next((t.block_m for t in reversed(fitting) if t.block_m >= problem.M), fitting[0].block_m)
+    tiles = fitting(problem, max_shared_bytes)
+    tallest = next((t.block_m for t in reversed(tiles) if t.block_m >= problem.M), tiles[0].block_m)
     shortest = min(tallest, 64)  # below 64 rows a tile reads b more often than it needs to
-    return [t for t in fitting if shortest <= t.block_m <= tallest]
+    return [t for t in tiles if shortest <= t.block_m <= tallest]
+
+
+def fitting(problem: Problem, max_shared_bytes: int) -> list[Tile]:
+    """Return the tiles of a kind of problem that a block has shared memory for."""
+    return [t for t in TILES[problem.kind] if t.shared_bytes(dtypes.itemsize(problem.dtype)) <= max_shared_bytes]
 
 
 def select_config(problem: Problem, sm_count: int, max_shared_bytes: int, split_k: int | None = None) -> Config:
     """Choose tile and split for a problem; pure arithmetic.
 
-    The tile is the largest that still gives five SMs of six one, among those not much taller than M. If even the
-    smallest leaves SMs idle, K is split until they are busy, as long as a slice keeps at least 256 bytes a row.
+    The tile is the largest that still gives five SMs of six one, among those not much taller than M.
+    """
+    tiles = candidates(problem, max_shared_bytes)
+    tile = next((t for t in tiles if 6 * problem.tiles(t) >= 5 * sm_count), tiles[-1])
+    return configure(problem, tile, sm_count, max_shared_bytes, split_k)
+
+
+def configure(problem: Problem, tile: Tile, sm_count: int, max_shared_bytes: int, split_k: int | None = None) -> Config:
+    """Choose the split for a tile.
+
+    Where its tiles leave SMs idle, K is split until they are busy, as long as a slice keeps at least 512 bytes a row.
     """
     itemsize = dtypes.itemsize(problem.dtype)
-    tiles = problem.tiles
-    fitting = candidates(problem, max_shared_bytes)
-    tile = next((t for t in fitting if 6 * tiles(t) >= 5 * sm_count), fitting[-1])
     k_blocks = max(1, -(-problem.K // tile.block_k))
     if split_k is None:
         resident = sm_count * (2 if 2 * tile.shared_bytes(itemsize) <= max_shared_bytes and tile.threads <= 128 else 1)
         blocks_per_slice = max(1, 512 // (tile.block_k * itemsize))
-        split_k = max(1, min(resident // max(1, tiles(tile)), k_blocks // blocks_per_slice, _MAX_SPLITS))
+        split_k = max(1, min(resident // max(1, problem.tiles(tile)), k_blocks // blocks_per_slice, _MAX_SPLITS))
     k_per_split = -(-k_blocks // min(split_k, k_blocks)) * tile.block_k
     return Config(tile, max(1, -(-problem.K // k_per_split)), k_per_split)

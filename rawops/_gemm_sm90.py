@@ -366,11 +366,20 @@ class Plan:
 
 
 def plan(
-    device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, low_rank: LowRank | None = None
+    device,
+    operands: dict,
+    M: int,
+    N: int,
+    K: int,
+    extents: tuple,
+    activation: int,
+    low_rank: LowRank | None = None,
+    *,
+    config: Config | None = None,
 ) -> Plan:
-    """Prepare a product that `supports` accepts; the same arguments."""
+    """Prepare a product that `supports` accepts, or one of another `config`; the same arguments."""
     problem = describe_problem(operands, M, N, K, extents, activation, low_rank)
-    config = select_config(problem, device.sm_count, device.max_shared_bytes)
+    config = config or select_config(problem, device.sm_count, device.max_shared_bytes)
     choices = {
         "dtype": operands["a"].dtype,
         "out_dtype": operands["out"].dtype,

@@ -8,6 +8,7 @@ from rawops._gemm_call import ZERO, Product, scalar, scalars
 from rawops._gemm_config import DTYPES
 from rawops._gemm_grouped import GroupedProduct
 from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_dtype, split_count
+from rawops._gemm_tune import tune
 from rawops._gemm_w4 import WeightProduct
 from rawops._runtime import arrays, checks
 
@@ -117,6 +118,9 @@ def gemm(
         product = _product.__wrapped__(*options)
     groups = _groups("gemm", b_dtype, scale_b, zero_b)
     return product((a, b, out, c, bias, residual, *groups), packed_alpha, packed_beta)
+
+
+gemm.tune = tune
 
 
 @functools.lru_cache(maxsize=256)

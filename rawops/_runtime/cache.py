@@ -65,13 +65,18 @@ def store(key: str, meta: dict, blobs: list[bytes]) -> None:
     head = json.dumps({**meta, "key": key, "blobs": [len(b) for b in blobs]}).encode()
     body = b"".join([head, *blobs])
     data = _MAGIC + _HEAD.pack(hashlib.sha256(body).digest(), len(head)) + body
-    staged = base / f".{key[:16]}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    write(base / (key + _SUFFIX), data)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file of the folder, as a whole or not at all; the same for a folder that cannot be written."""
+    staged = path.parent / f".{path.stem[:16]}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
-        base.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         staged.write_bytes(data)
-        os.replace(staged, base / (key + _SUFFIX))
+        os.replace(staged, path)
     except OSError as error:
-        _warn_once(f"{base}: {error.strerror or error}")
+        _warn_once(f"{path.parent}: {error.strerror or error}")
         with contextlib.suppress(OSError):
             staged.unlink(missing_ok=True)
 
@@ -100,7 +105,7 @@ def _warn_once(reason: str) -> None:
     if not _unwarned.acquire(blocking=False):
         return
     warnings.warn(
-        f"rawops: compiled kernels are not kept for later processes ({reason}); point RAWOPS_CACHE_DIR to a folder",
+        f"rawops: compiled kernels and tuned choices are not kept ({reason}); point RAWOPS_CACHE_DIR to a folder",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -80,6 +80,12 @@ class CudaDevice:
     def __repr__(self) -> str:
         return f"CUDA device {self.ordinal}"
 
+    @functools.cached_property
+    def name(self) -> str:
+        from cupy.cuda import runtime
+
+        return runtime.getDeviceProperties(self.ordinal)["name"].decode()
+
     def holds(self, x) -> bool:
         """Tell whether a CuPy array is in this device's memory, in the byte order that a kernel reads."""
         return x.data.device_id == self.ordinal and x.dtype.isnative
@@ -226,6 +232,10 @@ class EmulatedDevice:
 
     def __repr__(self) -> str:
         return f"emulated {self.arch}"
+
+    @property
+    def name(self) -> str:
+        return repr(self)
 
     def holds(self, x) -> bool:
         """Tell whether NumPy arrays are this emulator's here and now, and this one's elements a kernel's to read."""

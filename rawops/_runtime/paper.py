@@ -72,7 +72,7 @@ class PaperDevice:
     array_type = np.ndarray
 
     def __init__(self, board: Board) -> None:
-        self.board = board
+        self.board, self.name = board, board.name
         self.arch, self.capability, self.sm_count = board.arch, board.capability, board.sm_count
         self.max_shared_bytes = board.limits.shared_bytes_a_block
         self.functions: dict = {}
