@@ -1,4 +1,4 @@
-"""The tensor maps of a product's operands: how TMA sees a matrix with three batch axes."""
+"""What of a product TMA can read and write, and how it sees it: the maps of matrices with three batch axes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ import functools
 
 from rawops._runtime import dtypes
 from rawops._runtime.tensormap import TensorMap
+
+
+def k_major(x, mn: int, k: int, mn_stride: int, k_stride: int) -> bool | None:
+    """Tell which axis of an operand is contiguous, K (True) or the other one; None where TMA cannot read it."""
+    if movable(x, k_stride, k, mn_stride, mn):
+        return True
+    return False if movable(x, mn_stride, mn, k_stride, k) else None
+
+
+def movable(x, inner_stride: int, inner: int, outer_stride: int, outer: int) -> bool:
+    """Tell whether TMA can move a matrix: contiguous along one axis, everything else on 16-byte boundaries."""
+    steps = [*x.batch, outer_stride if outer > 1 else 0]
+    return (
+        (inner_stride == 1 or inner == 1)
+        and x.alignment == 0
+        and all(s >= 0 and s * x.itemsize % 16 == 0 for s in steps)
+        and (outer == 1 or outer_stride > 0)
+    )
 
 
 def map_of(x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, box_cols: int, extents: tuple):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rawops._gemm_maps import encode, map_of
+from rawops._gemm_maps import encode, k_major, map_of, movable
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 
 BLOCK_K = 64
@@ -461,7 +461,7 @@ def describe_problem(
     if K == 0 or a.dtype not in _TILE_CHOICES["dtype"]:
         return None
     parts = 2 if activation == _SWIGLU else 1
-    majors = [_k_major(a, M, K, a.row, a.col), _k_major(b, N, K, b.col, b.row)]
+    majors = [k_major(a, M, K, a.row, a.col), k_major(b, N, K, b.col, b.row)]
     if low_rank is not None:
         majors += _majors(low_rank, N, K)
     wide = [*majors[1:2], *majors[3:]]  # of b and lora_b: where columns are contiguous, up must start on 16 bytes too
@@ -474,7 +474,7 @@ def describe_problem(
             return None
     finish = DIRECT
     whole = N // parts % 8 == 0  # TMA stores whole chunks of 16 bytes, also those that reach out of the tensor
-    if out.itemsize == 2 and whole and _movable(out, out.col, N // parts, out.row, M):
+    if out.itemsize == 2 and whole and movable(out, out.col, N // parts, out.row, M):
         finish = STAGED if activation or any(name in operands for name in ("c", "bias", "residual")) else PLAIN
     return Problem(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank)
 
@@ -482,22 +482,4 @@ def describe_problem(
 def _majors(low_rank: LowRank, N: int, K: int) -> list[bool | None]:
     """Tell which axes of lora_a and lora_b are contiguous, as `_k_major`; the rank is the K of lora_b."""
     a, b, rank = low_rank.a, low_rank.b, low_rank.rank
-    return [_k_major(a, rank, K, a.col, a.row), _k_major(b, N, rank, b.col, b.row)]
-
-
-def _k_major(x, mn: int, k: int, mn_stride: int, k_stride: int) -> bool | None:
-    """Tell which axis of an operand is contiguous, K (True) or the other one; None where TMA cannot read it."""
-    if _movable(x, k_stride, k, mn_stride, mn):
-        return True
-    return False if _movable(x, mn_stride, mn, k_stride, k) else None
-
-
-def _movable(x, inner_stride: int, inner: int, outer_stride: int, outer: int) -> bool:
-    """Tell whether TMA can move a matrix: contiguous along one axis, everything else on 16-byte boundaries."""
-    steps = [*x.batch, outer_stride if outer > 1 else 0]
-    return (
-        (inner_stride == 1 or inner == 1)
-        and x.alignment == 0
-        and all(s >= 0 and s * x.itemsize % 16 == 0 for s in steps)
-        and (outer == 1 or outer_stride > 0)
-    )
+    return [k_major(a, rank, K, a.col, a.row), k_major(b, N, rank, b.col, b.row)]
