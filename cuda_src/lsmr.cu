@@ -30,18 +30,20 @@ template <int COLS> struct Place {
     static constexpr int ROWS = kLsmrThreads / COLS;
     int column;
     int64_t row, stride;
-    __device__ Place()
+    __device__ explicit Place(int blocks = gridDim.x)
         : column(blockIdx.y * COLS + threadIdx.x % COLS),
           row(int64_t(blockIdx.x) * ROWS + threadIdx.x / COLS),
-          stride(int64_t(gridDim.x) * ROWS) {}
+          stride(int64_t(blocks) * ROWS) {}
 };
 
 // The norm whose squares lie in partials (count, columns).
 template <int COLS>
 __device__ inline double finish_norm(const double* __restrict__ partials, int count, int column, int columns) {
     double sum = 0;
-    if (column < columns)
+    if (column < columns) {
+#pragma unroll 4
         for (int i = threadIdx.x / COLS; i < count; i += kLsmrThreads / COLS) sum += partials[int64_t(i) * columns + column];
+    }
     return sqrt(column_sum<COLS>(sum));
 }
 
@@ -133,28 +135,35 @@ __global__ void __launch_bounds__(kLsmrThreads)
 }
 
 // One block a right-hand side: tests the last x, then takes the norm of u in; u_count = 0 is the test alone. Doing it
-// twice is doing it once. `history` is a ring of rows (columns, 5).
+// twice is doing it once. The two are done side by side by threads of two warps.
 __global__ void __launch_bounds__(kLsmrThreads)
     lsmr_scalars(LsmrState* __restrict__ states, const double* __restrict__ x_partials, int x_count,
                  const double* __restrict__ u_partials, int u_count, double* __restrict__ history, int history_rows) {
     const int column = blockIdx.x, columns = gridDim.x;
+    const bool tests = threadIdx.x == kWarpSize, takes_u = threadIdx.x == 0;
+    __shared__ bool has_stopped;
+    LsmrState& state = states[column];
+    LsmrScalars s;
+    if (tests || takes_u) s = state.next;  // arrives while the sums are made
     const double normx = finish_norm<1>(x_partials, x_count, column, columns);
     const double norm_u = finish_norm<1>(u_partials, u_count, column, columns);
-    if (threadIdx.x != 0) return;
-    LsmrState& state = states[column];
-    LsmrScalars s = state.next;
-    if (s.untested != 0) {
-        test(s, state.settings, normx);
-        double* row = history + ((int64_t(s.itn) - 1) % history_rows * columns + column) * 5;
-        row[0] = s.normr, row[1] = s.normar, row[2] = s.norma, row[3] = s.conda, row[4] = s.normx;
-        state.next = s;
+    if (tests) {
+        const bool is_new = s.untested != 0;
+        if (is_new) test(s, state.settings, normx), record(s, history, history_rows, column, columns);
+        has_stopped = s.phase == kStopped;
+        if (is_new) state.next = s;
     }
-    if (u_count > 0 && s.phase == kRun) aim_v(s, norm_u);
-    state.now = s;
+    if (takes_u && u_count > 0 && s.phase == kRun) aim_v(s, norm_u);
+    __syncthreads();
+    if (takes_u && !has_stopped) {
+        if (s.untested != 0) s.normx = normx, s.untested = 0;
+        state.now = s;
+    }
+    if (tests && has_stopped) state.now = s;
 }
 
-// The rotations, which every block repeats for itself, and hbar, x and h with the partial sums of |x|^2. The first time it
-// makes h of v, and brings v itself to its scale.
+// The rotations, which every block repeats for itself, and hbar, x and h with the partial sums of |x|^2. The first time
+// it makes h of v, and brings v itself to its scale. The last block along x does the estimates and none of the vectors.
 template <class R, int PARTS, int COLS>
 __global__ void __launch_bounds__(kLsmrThreads)
     lsmr_update(LsmrState* __restrict__ states, const double* __restrict__ v_partials, int v_count,
@@ -164,22 +173,31 @@ __global__ void __launch_bounds__(kLsmrThreads)
     __shared__ double sigmas[COLS];
     __shared__ int phases[COLS];
     __shared__ bool clears_x[COLS];
-    const Place<COLS> place;
+    const int blocks = gridDim.x - 1;
+    const bool estimates = int(blockIdx.x) == blocks;
+    const Place<COLS> place(blocks);
+    const bool exists = place.column < columns, has_scalars = threadIdx.x < COLS && exists;
+    LsmrScalars s;
+    if (has_scalars) s = states[place.column].now;  // arrives while the sum is made
     const double norm_v = finish_norm<COLS>(v_partials, v_count, place.column, columns);
-    if (threadIdx.x < COLS && place.column < columns) {
+    if (has_scalars) {
         LsmrState& state = states[place.column];
-        LsmrScalars s = state.now;
         phases[threadIdx.x] = int(s.phase);
-        if (s.phase == kRun) moves[threadIdx.x] = step(s, state.settings, norm_v);
+        if (s.phase == kRun) {
+            const LsmrTurn next = turn(s, state.settings.damp, norm_v);
+            moves[threadIdx.x] = next.move;
+            if (estimates) estimate(s, next);
+        }
         if (s.phase == kStart) moves[threadIdx.x] = prepare(s, state.settings, norm_v);
         clears_x[threadIdx.x] = s.clears_x != 0;
         sigmas[threadIdx.x] = s.sigma;
-        if (blockIdx.x == 0) state.next = s;
+        if (estimates) state.next = s;
     }
+    if (estimates) return;
     __syncthreads();
     const int own = threadIdx.x % COLS;
     double sum = 0;
-    const bool is_frozen = place.column >= columns || phases[own] == kStopped;
+    const bool is_frozen = !exists || phases[own] == kStopped;
     if (!is_frozen) {
         const R to_hbar = R(moves[own].hbar), to_x = R(moves[own].x), to_h = R(moves[own].h), to_v = R(moves[own].v);
         const R sigma = R(sigmas[own]);

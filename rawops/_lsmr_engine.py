@@ -16,6 +16,7 @@ import numpy as np
 from rawops._lsmr_basis import Basis
 from rawops._lsmr_kernels import BEGIN, MOST_PARTIALS, SCALARS, SHORT, THREADS, UPDATE, Pair, Vectors
 from rawops._lsmr_operators import EmptyProduct
+from rawops._lsmr_small import Small
 
 # Where things lie in LsmrState of common/lsmr_state.cuh, in float64 numbers.
 _STATE, _NOW, _NEXT = 77, 5, 41
@@ -27,6 +28,7 @@ HISTORY = ("normr", "normar", "norma", "conda", "normx")
 
 _CHUNK_US = 300.0  # a chunk lasts about this long: what is launched past the stop, and how late the host hears of it
 _MOST_ITERATIONS = 32
+_SMALL_ITERATIONS = 64
 _EAGER_ITERATIONS = 32  # from then on a graph repays its capture
 
 
@@ -70,9 +72,10 @@ class Engine:
         self._shorter = {t: vectors.partials(SHORT) for t in (False, True)}
         self._b_partials, self._x_partials = vectors.partials(vectors.blocks(m)), vectors.partials(vectors.blocks(n))
         self._basis = Basis(vectors, capacity, self.states, self.v) if capacity and n else None
+        self._small = Small.of(self, product) if self._basis is None else None
         self.chunk = self._chunk()
-        self._history = device.empty((self.chunk, columns, len(HISTORY)), np.dtype("float64"))
-        self._reader = (_EmulatedReader if device.is_emulated else _Reader)(self.states, self._history)
+        self.history = device.empty((self.chunk, columns, len(HISTORY)), np.dtype("float64"))
+        self._reader = (_EmulatedReader if device.is_emulated else _Reader)(self.states, self.history)
         self._graph, self._eager = None, 0
 
     def _pair(self, offset: int) -> Pair:
@@ -84,6 +87,8 @@ class Engine:
     def _chunk(self) -> int:
         if not self._is_captured:
             return 1
+        if self._small is not None:
+            return _SMALL_ITERATIONS
         us = 10.0 + self.product.nbytes * self.columns / 3e6
         return int(np.clip(_CHUNK_US / us, 2, _MOST_ITERATIONS))
 
@@ -133,13 +138,14 @@ class Engine:
         pointer, x_partials = self.device.pointer, self._x_partials
         count = 0 if u_partials is None else u_partials.shape[0]
         values = (pointer(self.states), pointer(x_partials), x_partials.shape[0], pointer(u_partials), count)
-        self._one_block(SCALARS, (*values, pointer(self._history), self.chunk))
+        self._one_block(SCALARS, (*values, pointer(self.history), self.chunk))
 
     def _update(self, v_partials) -> None:
         pointer, rows = self.device.pointer, self.shape[1]
         values = (pointer(self.states), pointer(v_partials), v_partials.shape[0])
         values += (*map(pointer, (self.v, self.x, self.h, self.hbar)), rows, self.columns, pointer(self._x_partials))
-        self.vectors.kernel(UPDATE).launch(self.vectors.grid(rows), (THREADS, 1, 1), values)
+        blocks, *others = self.vectors.grid(rows)
+        self.vectors.kernel(UPDATE).launch((blocks + 1, *others), (THREADS, 1, 1), values)
         if self._basis is not None:
             self._basis.keep()
 
@@ -182,6 +188,9 @@ class Engine:
         """Launch a chunk of `count` iterations, or a graph, which may have more of them; return how many they are."""
         if self._graph is None and self._eager >= _EAGER_ITERATIONS and self._is_captured:
             self._capture()
+        if self._small is not None:
+            self._small.launch(count)
+            return count
         if self._graph is not None:
             self._graph.launch()
             return self.chunk

@@ -459,6 +459,14 @@ def test_approximate_functions(name, function):
     np.testing.assert_array_equal(out, function(a.astype(np.float64)).astype(np.float32))
 
 
+def test_rsqrt_of_doubles_is_whole_without_ftz():
+    a = np.linspace(0.01, 30, 500)
+    whole, rough = execute("rsqrt.approx.f64 $0, $2; rsqrt.approx.ftz.f64 $1, $2;", [np.float64] * 2, a)
+    np.testing.assert_array_equal(whole, 1 / np.sqrt(a))
+    np.testing.assert_allclose(rough, whole, rtol=2.0**-19)
+    assert (rough != whole).any()
+
+
 def test_moves_and_packed_halves():
     rng = np.random.default_rng(11)
     a, b = rng.integers(0, 1 << 32, (2, 100)).astype(np.uint32)

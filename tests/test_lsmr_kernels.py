@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from scipy import sparse
 
 import rawops
+from rawops import _lsmr_small
 from rawops._lsmr_kernels import Pair, Vectors
 from rawops._lsmr_operators import product_of
 from rawops._runtime import arrays
@@ -101,9 +103,13 @@ def test_gemv(device, rng, matrix, dtype, shape, columns):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
-def test_whole_solve_passes_the_checks(device, rng, dtype):
+@pytest.mark.parametrize("kind", ["dense", "sparse in one block", "sparse"])
+def test_whole_solve_passes_the_checks(device, rng, monkeypatch, dtype, kind):
     a, b = integers(rng, (20, 6), dtype), integers(rng, 20, dtype)
-    ours = rawops.lsmr(device.put(a), device.put(b), damp=0.5, maxiter=8)
+    matrix = device.put(a) if kind == "dense" else rawops.SparseMatrix.from_scipy(sparse.csr_array(a))
+    if kind == "sparse":
+        monkeypatch.setattr(_lsmr_small, "_MOST_BYTES", 0)
+    ours = rawops.lsmr(matrix, device.put(b), damp=0.5, maxiter=8)
     stacked, zeros = np.vstack([a, 0.5 * np.eye(6)]), np.zeros(6)
     expected = np.linalg.lstsq(stacked.astype("complex128"), np.concatenate([b, zeros]))[0]
     np.testing.assert_allclose(device.get(ours.x), expected, atol=1e-4)

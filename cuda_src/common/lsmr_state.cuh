@@ -47,27 +47,26 @@ struct Rotation {
 
 __device__ inline double sign_of(double x) { return x > 0 ? 1 : x < 0 ? -1 : x; }
 
+// The power of two that brings a norm to 1..2.
+__device__ inline double power_of_two(double norm) {
+    const int64_t exponent = __double_as_longlong(norm) >> 52 & 0x7ff;
+    return exponent == 0 || exponent >= 0x7fe ? 1 : __longlong_as_double((0x7fe - exponent) << 52);
+}
+
+// The plane rotation that makes (r, 0) of (a, b), r >= 0. One root and no division, since a single thread waits for it.
 __device__ inline Rotation rotate(double a, double b) {
     if (b == 0) return {sign_of(a), 0, fabs(a)};
     if (a == 0) return {0, sign_of(b), fabs(b)};
-    if (fabs(b) > fabs(a)) {
-        const double tau = a / b, s = sign_of(b) / sqrt(1 + tau * tau);
-        return {s * tau, s, b / s};
-    }
-    const double tau = b / a, c = sign_of(a) / sqrt(1 + tau * tau);
-    return {c, c * tau, a / c};
+    const double scale = power_of_two(fmax(fabs(a), fabs(b)));
+    a *= scale, b *= scale;
+    const double square = a * a + b * b, inverse = rsqrt(square);
+    return {a * inverse, b * inverse, square * inverse * power_of_two(scale)};
 }
 
 // What normalises a vector of this norm. One of norm 0 stays what it is; what overflowed is NaN from here on.
 __device__ inline double inverse(double norm) {
     if (norm == 0) return 1;
     return norm < 1.0 / 0.0 ? 1 / norm : 0.0 / 0.0;
-}
-
-// The power of two that brings a norm to 1..2.
-__device__ inline double power_of_two(double norm) {
-    const int64_t exponent = __double_as_longlong(norm) >> 52 & 0x7ff;
-    return exponent == 0 || exponent >= 0x7fe ? 1 : __longlong_as_double((0x7fe - exponent) << 52);
 }
 
 // Products with these scalars change nothing and read no matrix.
@@ -118,49 +117,52 @@ __device__ inline LsmrMove prepare(LsmrScalars& s, const LsmrSettings& settings,
     return {0, 0, 0, inverse(s.alpha)};
 }
 
-// After the new v: the rotations of one iteration.
-__device__ inline LsmrMove step(LsmrScalars& s, const LsmrSettings& settings, double norm_v) {
+// What one iteration leaves for its estimates.
+struct LsmrTurn {
+    LsmrMove move;
+    Rotation hat, q;
+    double thetabar, rhobarold, zetaold;
+};
+
+// After the new v, from the norm of its array: the rotations that x needs.
+__device__ inline LsmrTurn turn(LsmrScalars& s, double damp, double norm_v) {
     if (s.beta > 0) s.alpha = norm_v / s.sigma;
-    const double alpha = s.alpha, beta = s.beta;
-    const Rotation hat = rotate(s.alphabar, settings.damp);
-    const double rhoold = s.rho, rhobarold = s.rhobar, zetaold = s.zeta;
-    const Rotation q = rotate(hat.r, beta);
-    const double thetanew = q.s * alpha;
-    s.rho = q.r, s.alphabar = q.c * alpha;
+    const Rotation hat = rotate(s.alphabar, damp), q = rotate(hat.r, s.beta);
+    const double rhoold = s.rho, rhobarold = s.rhobar, zetaold = s.zeta, thetanew = q.s * s.alpha;
+    s.rho = q.r, s.alphabar = q.c * s.alpha;
     const double thetabar = s.sbar * s.rho;
     s.rhotemp = s.cbar * s.rho;
     const Rotation bar = rotate(s.rhotemp, thetanew);
     s.cbar = bar.c, s.sbar = bar.s, s.rhobar = bar.r;
     s.zeta = s.cbar * s.zetabar, s.zetabar = -s.sbar * s.zetabar;
     const LsmrMove move = {-(thetabar * s.rho / (rhoold * rhobarold)), s.zeta / (s.rho * s.rhobar), -(thetanew / s.rho),
-                           inverse(s.sigma * alpha)};
+                           inverse(s.sigma * s.alpha)};
+    return {move, hat, q, thetabar, rhobarold, zetaold};
+}
 
-    // the norm of r
-    const double betaacute = hat.c * s.betadd, betacheck = -hat.s * s.betadd;
-    const double betahat = q.c * betaacute;
-    s.betadd = -q.s * betaacute;
-    const double thetatildeold = s.thetatilde;
-    const Rotation tilde = rotate(s.rhodold, thetabar);
-    s.thetatilde = tilde.s * s.rhobar, s.rhodold = tilde.c * s.rhobar;
+// After `turn`: the norms of r, A^H r and A, the condition of A, and the scalars of the next u.
+__device__ inline void estimate(LsmrScalars& s, const LsmrTurn& t) {
+    const double betaacute = t.hat.c * s.betadd, betacheck = -t.hat.s * s.betadd, betahat = t.q.c * betaacute;
+    s.betadd = -t.q.s * betaacute;
+    const Rotation tilde = rotate(s.rhodold, t.thetabar);
     s.betad = -tilde.s * s.betad + tilde.c * betahat;
-    s.tautildeold = (zetaold - thetatildeold * s.tautildeold) / tilde.r;
+    s.tautildeold = (t.zetaold - s.thetatilde * s.tautildeold) / tilde.r;
+    s.thetatilde = tilde.s * s.rhobar, s.rhodold = tilde.c * s.rhobar;
     const double taud = (s.zeta - s.thetatilde * s.tautildeold) / s.rhodold, gap = s.betad - taud;
     s.d += betacheck * betacheck;
     s.normr = sqrt(s.d + gap * gap + s.betadd * s.betadd);
-
-    // the norm of A, and its condition
-    s.norma2 += beta * beta;
-    s.norma = sqrt(s.norma2);
-    s.norma2 += alpha * alpha;
-    s.itn += 1;
-    s.maxrbar = rhobarold > s.maxrbar ? rhobarold : s.maxrbar;
-    if (s.itn > 1) s.minrbar = rhobarold < s.minrbar ? rhobarold : s.minrbar;
-    s.conda = (s.rhotemp > s.maxrbar ? s.rhotemp : s.maxrbar) / (s.rhotemp < s.minrbar ? s.rhotemp : s.minrbar);
     s.normar = fabs(s.zetabar);
+
+    s.norma2 += s.beta * s.beta;
+    s.norma = sqrt(s.norma2);
+    s.norma2 += s.alpha * s.alpha;
+    s.itn += 1;
+    s.maxrbar = t.rhobarold > s.maxrbar ? t.rhobarold : s.maxrbar;
+    if (s.itn > 1) s.minrbar = t.rhobarold < s.minrbar ? t.rhobarold : s.minrbar;
+    s.conda = (s.rhotemp > s.maxrbar ? s.rhotemp : s.maxrbar) / (s.rhotemp < s.minrbar ? s.rhotemp : s.minrbar);
 
     aim_u(s);
     s.untested = 1;
-    return move;
 }
 
 // After the new x: the stopping tests. A comparison with NaN is false, so NaN only ever stops at maxiter.
@@ -178,6 +180,12 @@ __device__ inline void test(LsmrScalars& s, const LsmrSettings& settings, double
     if (test1 <= rtol) s.istop = kSolve;
     s.untested = 0;
     if (s.istop > 0) freeze(s);
+}
+
+// A row of the history, which is a ring of rows (columns, 5).
+__device__ inline void record(const LsmrScalars& s, double* __restrict__ history, int rows, int column, int columns) {
+    double* row = history + ((int64_t(s.itn) - 1) % rows * columns + column) * 5;
+    row[0] = s.normr, row[1] = s.normar, row[2] = s.norma, row[3] = s.conda, row[4] = s.normx;
 }
 
 }  // namespace rawops

@@ -270,6 +270,8 @@ def functions(ins: Instruction, ctx: Context) -> Run:
 
 
 def _function64(ins: Instruction, name: str) -> Fn:
+    if "approx" in ins.opcode and "ftz" not in ins.opcode:  # rsqrt alone has it, as a subroutine
+        return lambda a: 1 / np.sqrt(a)
     if "approx" in ins.opcode:  # rcp and rsqrt give the high word, the low one is zero
         base: Fn = (lambda a: 1 / a) if name == "rcp" else (lambda a: 1 / np.sqrt(a))
         high = np.uint64(0xFFFFFFFF00000000)
