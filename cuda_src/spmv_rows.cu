@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(256) spmv_rows(const __grid_constant__ SpmvCal
     const P* __restrict__ indptr = static_cast<const P*>(call.indptr);
     const X* __restrict__ x = static_cast<const X*>(call.x);
     RowEnd<X> end(call);
+    if (end.keeps_y) return;
     const int lane = threadIdx.x % LANES;
 
     for (int64_t first = int64_t(blockIdx.x) * ROWS; first < call.rows; first += int64_t(gridDim.x) * ROWS) {

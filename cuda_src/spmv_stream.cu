@@ -183,6 +183,7 @@ template <class V, class X, class P, bool kConjugate>
 __global__ void __launch_bounds__(kThreads)
     spmv_stream(const __grid_constant__ SpmvCall call, const __grid_constant__ StreamPlan plan) {
     RowEnd<X> end(call);
+    if (end.keeps_y) return;
     const int tile = int(blockIdx.x) - plan.segment_blocks;
     if (tile < 0) multiply_segment<V, X, kConjugate>(call, plan, end);
     else multiply_tile<V, X, P, kConjugate>(call, plan, tile, end);

@@ -315,7 +315,8 @@ class SparseMatrix:
 
         x and y are contiguous arrays of the result's dtype on the matrix's device that do not overlap: nothing is
         checked. alpha and beta are numbers or 0-d float64 device arrays. With `partials`, a float64 array of at least
-        `_num_partials(transposed)` entries, those entries receive parts of the sum of |y|^2, always the same ones.
+        `_num_partials(transposed)` entries, those entries receive parts of the sum of |y|^2, always the same ones. With
+        alpha 0 and beta 1 nothing is done, and `partials` may stay as they are.
         After one call it allocates nothing and can be captured.
         """
         way, conjugated = self._transposed != transposed, self._conjugated != transposed

@@ -10,7 +10,8 @@ from scipy.sparse.linalg import LinearOperator as SciPyOperator
 from scipy.sparse.linalg import lsmr as scipy_lsmr
 
 import rawops
-from rawops._lsmr_engine import Engine, Settings
+from rawops import _lsmr_small
+from rawops._lsmr_engine import Engine, Settings, _Reader
 from rawops._lsmr_status import Status
 from rawops.testing import has_gpu
 
@@ -422,6 +423,40 @@ def test_show(device, rng, capsys):
     a, b = system(rng, 20, 6)
     rawops.lsmr(device.put(a), device.put(b), show=True)
     assert "istop 2: the least-squares solution to the tolerance atol" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "sparse", "sparse in one block"])
+def test_iterations_neither_wait_nor_allocate(device, rng, monkeypatch, kind):
+    """Ten times the iterations: no allocation more, a look at the state a chunk, and all of it in a graph."""
+    import cupy
+
+    class Count(cupy.cuda.MemoryHook):
+        name, allocations = "count", 0
+
+        def malloc_preprocess(self, **keywords):
+            self.allocations += 1
+
+    if kind == "sparse":
+        monkeypatch.setattr(_lsmr_small, "_MOST_BYTES", 0)
+    a, b = system(rng, 200, 80, np.linspace(1, 9, 80))
+    a = device.put(a) if kind == "dense" else rawops.SparseMatrix.from_scipy(sparse.csr_array(a))
+    b, waits, allocations = device.put(b), [], []
+    wait = _Reader.wait
+    monkeypatch.setattr(_Reader, "wait", lambda self, ticket: waits.append(1) or wait(self, ticket))
+    for maxiter in (100, 1000):
+        solver = rawops.LSMR(a, maxiter=maxiter, atol=0, btol=0, conlim=0, damp=1e-300)
+        monkeypatch.setattr(solver, "_settings", solver._settings._replace(atol=-1.0, btol=-1.0, ctol=-1.0))
+        solver.solve(b)
+        solver.solve(b)
+        waits.clear()
+        with Count() as count:
+            ours = solver.solve(b)
+        allocations.append(count.allocations)
+        engine = next(iter(solver._engines.values()))
+        assert len(waits) <= ours.itn / engine.chunk + 3
+        assert kind == "sparse in one block" or engine._graph is not None
+    assert allocations[0] == allocations[1] <= 3
 
 
 # --- several right-hand sides ---------------------------------------------------------------------------------------

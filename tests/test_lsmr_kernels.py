@@ -113,3 +113,17 @@ def test_whole_solve_passes_the_checks(device, rng, monkeypatch, dtype, kind):
     stacked, zeros = np.vstack([a, 0.5 * np.eye(6)]), np.zeros(6)
     expected = np.linalg.lstsq(stacked.astype("complex128"), np.concatenate([b, zeros]))[0]
     np.testing.assert_allclose(device.get(ours.x), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_sparse_product_that_has_nothing_to_do(device, rng, dtype):
+    """alpha = 0, beta = 1: y is not even read, so that a solver that has stopped costs launches alone."""
+    wide, tall = sparse.random_array((40, 3000), density=0.2, rng=rng), sparse.random_array((3000, 40), rng=rng)
+    for a in (wide, tall):
+        matrix = rawops.SparseMatrix.from_scipy(sparse.csr_array(a).astype(dtype))
+        for transposed in (False, True):
+            x, y = (device.put(np.full(size, np.nan, dtype)) for size in a.shape[:: 1 if transposed else -1])
+            partials = device.put(np.full(matrix._num_partials(transposed), 7.0))
+            matrix._apply(transposed, x, y, *(device.put(np.array(value)) for value in (0.0, 1.0)), partials)
+            assert (device.get(partials) == 7).all()
+            assert np.isnan(device.get(y)).all()

@@ -64,6 +64,11 @@ template <class A> __device__ inline bool is_zero(A a) {
     else return a == 0;
 }
 
+template <class A> __device__ inline bool is_one(A a) {
+    if constexpr (is_complex<A>) return a.x == 1 && a.y == 0;
+    else return a == 1;
+}
+
 template <class A> __device__ inline double square(A a) {
     if constexpr (is_complex<A>) return double(a.x) * a.x + double(a.y) * a.y;
     else return double(a) * a;
@@ -121,6 +126,7 @@ template <class X> struct RowEnd {
     X* y;
     A alpha, beta;
     bool reads_a, reads_y;  // what a factor of zero leaves unread
+    bool keeps_y;           // y = 0 A x + 1 y: there is nothing to do, and partials stay too
     double squares = 0;
 
     __device__ explicit RowEnd(const SpmvCall& call)
@@ -128,7 +134,8 @@ template <class X> struct RowEnd {
           alpha(call.alpha.read<A>()),
           beta(call.beta.read<A>()),
           reads_a(!is_zero(alpha)),
-          reads_y(!is_zero(beta)) {}
+          reads_y(!is_zero(beta)),
+          keeps_y(!reads_a && is_one(beta)) {}
 
     __device__ void finish(int64_t row, A sum) {
         A value = {};
