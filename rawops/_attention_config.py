@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rawops._runtime.kernel import ParamStruct
+from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are made for; others are padded inside
 UNLIMITED = -1  # a window bound
+MOST_SPLITS = 256
 LONGEST = 1 << 30  # keys or queries of a sequence: sums of two fit 32 bits
 
 # How a score differs from scale * q.k, as the bits of a template argument (attention_problem.cuh)
@@ -103,3 +104,159 @@ def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
     if softcap > 0:
         return softmax_scale / softcap, softcap * math.log2(math.e)
     return softmax_scale * math.log2(math.e), 0.0
+
+
+# --- tiles ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one block works on, and how: AttentionTile in attention_tile.cuh. A stage holds keys and values."""
+
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int = 2
+
+    @property
+    def cpp(self) -> str:
+        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.warps, self.stages)
+        return f"rawops::AttentionTile<{', '.join(map(str, sizes))}>"
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tile of q and the ring, for elements of 16 bits."""
+        return 2 * (self.block_m * self.head_dim + self.stages * self.block_n * (self.head_dim + self.head_dim_v))
+
+    def blocks_per_sm(self, max_shared_bytes: int) -> int:
+        """How many blocks an SM holds, by shared memory and by registers, of which a thread takes up to 255."""
+        return max(1, min(max_shared_bytes // self.shared_bytes, 256 // self.threads))
+
+
+def tiles_of(head_dim: int, head_dim_v: int) -> list[Tile]:
+    """Return the tiles for padded head sizes, largest first.
+
+    32 rows a warp halve the shared memory's traffic; wider heads leave registers for 16. Two blocks of four warps on an
+    SM, or one of eight, have one warp's softmax run beside another one's products.
+    """
+    wide = head_dim_v > 128
+    sizes = ((128, 64), (128, 32), (64, 64), (64, 32))
+    return [Tile(head_dim, head_dim_v, m, n, 8 if wide and m == 128 else 4) for m, n in sizes]
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+_TILES = [tile for d in HEAD_DIMS for dv in HEAD_DIMS for tile in tiles_of(d, dv)]
+_SCORES = (*range((SOFTCAP | ALIBI | BIAS) + 1), MULTIPLY)
+
+
+def _smoke(head_dim: int, **changes) -> list[dict]:
+    values = {"dtype": "float16", "out_dtype": "float16", "access": 16, "score": 0} | changes
+    return [{**values, "tile": tile.cpp} for tile in tiles_of(head_dim, head_dim)[::2]]
+
+
+SM80 = KernelSpec(
+    source="attention_sm80.cu",
+    entry="rawops::attention_sm80",
+    template=("dtype", "out_dtype", "tile", "access", "score"),
+    choices={
+        "dtype": DTYPES[:2],
+        "out_dtype": DTYPES,
+        "tile": tuple(tile.cpp for tile in _TILES),
+        "access": (16, 8, 4, 2),
+        "score": _SCORES,
+    },
+    smoke=[*_smoke(64), *_smoke(128), *_smoke(256), *_smoke(64, access=2, score=SOFTCAP | ALIBI | BIAS)],
+    params=PARAMS,
+)
+SIMT = KernelSpec(
+    source="attention_simt.cu",
+    entry="rawops::attention_simt",
+    template=("score",),
+    choices={"score": _SCORES},
+    smoke=({"score": 0}, {"score": SOFTCAP | ALIBI | BIAS}),
+    params=PARAMS,
+)
+SIMT_ROWS, SIMT_KEYS = 16, 32  # of a block of attention_simt.cu, in which a warp has 4 rows and a lane a key
+
+# --- which tile, which split ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a problem runs; `tile` is None for float32.
+
+    Attributes
+    ----------
+    packed : int
+        Query heads that lie side by side in a tile: 1, or all that share a KV head.
+    row_tiles : int
+        Of a head (or group of packed heads) and sequence.
+    splits : int
+        Ranges of keys, each with a block of its own, that a second kernel merges.
+    """
+
+    tile: Tile | None
+    packed: int
+    row_tiles: int
+    splits: int
+
+
+def select_config(problem: Problem, sm_count: int, max_shared_bytes: int, num_splits: int | None = None) -> Config:
+    """Choose tile, packing and split; pure arithmetic.
+
+    The tile is the large one if its rows are used and every SM gets one. Heads are packed where that takes fewer tiles.
+    Keys are split where whole waves of blocks would otherwise leave SMs idle.
+    """
+    if problem.dtype == "float32":
+        return _config(problem, None, SIMT_ROWS, SIMT_KEYS, sm_count * 4, num_splits)
+    candidates = tiles_of(padded(problem.head_dim), padded(problem.head_dim_v))
+    large, small = (_fitting(candidates, rows, max_shared_bytes) for rows in (128, 64))
+    if large is not None:
+        config = _config(problem, large, large.block_m, large.block_n, sm_count, 1)
+        rows = problem.seqlen_q * config.packed
+        if rows > 64 and _blocks(problem, config) >= sm_count:
+            slots = sm_count * large.blocks_per_sm(max_shared_bytes)
+            return _config(problem, large, large.block_m, large.block_n, slots, num_splits)
+    slots = sm_count * small.blocks_per_sm(max_shared_bytes)
+    return _config(problem, small, small.block_m, small.block_n, slots, num_splits)
+
+
+def _fitting(tiles: list[Tile], rows: int, max_shared_bytes: int) -> Tile | None:
+    """Return the tile with most keys that gives an SM eight warps, else the first that fits at all."""
+    tiles = [t for t in tiles if t.block_m == rows and t.shared_bytes <= max_shared_bytes]
+    busy = (t for t in tiles if t.blocks_per_sm(max_shared_bytes) * t.warps >= 8)
+    return next(busy, next(iter(tiles), None))
+
+
+def _config(problem, tile, block_m: int, block_n: int, slots: int, num_splits: int | None) -> Config:
+    alone, together = -(-problem.seqlen_q // block_m), -(-problem.seqlen_q * problem.group // block_m)
+    packed = problem.group if 8 * together <= 7 * alone * problem.group else 1
+    config = Config(tile, packed, max(1, together if packed > 1 else alone), 1)
+    if num_splits is None:
+        num_splits = _splits(_blocks(problem, config), -(-problem.seqlen_k // block_n), slots)
+    return Config(tile, packed, config.row_tiles, num_splits)
+
+
+def _blocks(problem: Problem, config: Config) -> int:
+    return config.row_tiles * problem.batches * (problem.heads // config.packed)
+
+
+def _splits(blocks: int, steps: int, slots: int) -> int:
+    """Return the smallest split whose waves are nearly as full as the best one's, with four steps or more a block."""
+    if 5 * blocks >= 4 * slots:
+        return 1
+    most = max(1, min(MOST_SPLITS, steps // 4))
+
+    def fullness(splits: int) -> float:
+        waves = blocks * splits / slots
+        return waves / math.ceil(waves)
+
+    best = max(fullness(s) for s in range(1, most + 1))
+    return next(s for s in range(1, most + 1) if fullness(s) >= 0.85 * best)

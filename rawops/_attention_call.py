@@ -1,0 +1,292 @@
+"""How a call of attention becomes launches: checks, strides, configuration, and what a repeated call does not redo."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from rawops import _attention_config as config
+from rawops._attention_config import SIMT, SM80, Problem
+from rawops._attention_merge import merge_parts
+from rawops._attention_operands import (
+    AXES,
+    Layout,
+    Options,
+    Sizes,
+    access_of,
+    check_scores,
+    dense,
+    sizes_of,
+    span,
+    strides_of,
+)
+from rawops._runtime import arrays, checks
+from rawops._runtime.kernel import Function
+
+_MAX_LAUNCHES = 256
+
+# --- launches -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OneKernel:
+    """Attention in one launch."""
+
+    kernel: Function
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    shape: bytes
+
+    def run(self, addresses: list) -> None:
+        params = config.CALL.pack(*addresses, 0, 0) + self.shape
+        self.kernel.launch(self.grid, (self.threads, 1, 1), (params,), self.shared_bytes)
+
+
+@dataclass(frozen=True)
+class SplitKeys:
+    """Results of ranges of keys in a workspace, and the kernel that joins them."""
+
+    partial: OneKernel
+    merge: Callable[[int, int, int, int], None]  # addresses of the parts, their lse, out and lse
+    workspace: Callable[[], tuple]
+
+    def run(self, addresses: list) -> None:
+        _kept, parts, lses = self.workspace()
+        self.partial.run([*addresses[:3], parts, lses, *addresses[5:]])
+        self.merge(parts, lses, addresses[3], addresses[4])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything about a call that does not change while its key stays the same; `run` is None with nothing to do."""
+
+    device: object
+    out_shape: tuple[int, ...]
+    out_dtype: np.dtype
+    lse_shape: tuple[int, ...]
+    overlaps: tuple[tuple[int, int, int], ...]
+    run: Callable[[list], None] | None
+
+    def collides(self, addresses: list) -> bool:
+        """Tell whether the result would overwrite what is still to be read."""
+        return any(low < addresses[index] - addresses[_OUT] < high for index, low, high in self.overlaps)
+
+
+def _overlaps(operands: tuple) -> tuple:
+    out = operands[_OUT]
+    if out is None or out.size == 0:
+        return ()
+    low, high = span(out)
+    spans = ((i, *span(x)) for i, x in enumerate(operands) if i != _OUT and x is not None and x.size)
+    return tuple((i, low - last, high - first) for i, first, last in spans)
+
+
+ROLES = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "cu_seqlens_q", "cu_seqlens_k")
+_OUT, _LSE = ROLES.index("out"), ROLES.index("lse")
+
+
+class Attention:
+    """Attention with fixed options, called with arrays in the order of `ROLES`; see flash_attention.
+
+    Parameters
+    ----------
+    function : str
+        For messages.
+    options : Options
+        As `checked` returns them.
+    varlen : Layout, optional
+    workspaces : dict, optional
+        Keeps workspaces from call to call; without, each call allocates its own.
+    """
+
+    required: ClassVar = ("q", "k", "v")
+
+    def __init__(
+        self, function: str, options: Options, varlen: Layout | None = None, workspaces: dict | None = None
+    ) -> None:
+        self.function, self.options, self.varlen, self.workspaces = function, options, varlen, workspaces
+        self._launches: dict[tuple, Launch] = {}
+        self._last: tuple = (None, None)
+
+    def __call__(self, operands: tuple):
+        """Run on arrays of any kind; returns out, or out and lse."""
+        found = arrays.signature(operands)
+        if found is None:
+            return self._call_converted(operands)
+        key, addresses = found
+        last, launch = self._last
+        if key != last:
+            launch = self._launch_of(key, operands, addresses)
+        return self._run(launch, operands, addresses)
+
+    def _call_converted(self, operands: tuple):
+        named = dict(zip(ROLES, operands, strict=True))
+        self._check_given(named)
+        converted, give = arrays.take(self.function, **named)
+        device = arrays.device_of(self.function, **dict(zip(ROLES, converted, strict=True)))
+        operands = tuple(converted)
+        if not device.is_emulated:
+            result = self(operands)
+        else:
+            addresses = [device.pointer(x) for x in operands]
+            result = self._run(self.prepare(device, operands, addresses), operands, addresses)
+        return tuple(give(x) for x in result) if isinstance(result, tuple) else give(result)
+
+    def _check_given(self, named: dict) -> None:
+        required = self.required if self.varlen is None else (*self.required, "cu_seqlens_q", "cu_seqlens_k")
+        for name in required:
+            if named[name] is None:
+                checks.fail(TypeError, self.function, name, "be an array", "None")
+
+    def _launch_of(self, key: list, operands: tuple, addresses: list) -> Launch:
+        frozen = tuple(key)
+        launch = self._launches.get(frozen)
+        if launch is None:
+            self._check_given(dict(zip(ROLES, operands, strict=True)))
+            device = arrays.device_of(self.function, q=operands[0])
+            launch = self.prepare(device, operands, addresses)
+            if len(self._launches) >= _MAX_LAUNCHES:
+                self._launches.clear()
+            self._launches[frozen] = launch
+        self._last = key, launch
+        return launch
+
+    def _run(self, launch: Launch, operands: tuple, addresses: list):
+        out, lse = operands[_OUT], operands[_LSE]
+        aside = out is not None and launch.collides(addresses)
+        target = out
+        if out is None or aside:
+            target = launch.device.empty(launch.out_shape, launch.out_dtype)
+            addresses[_OUT] = launch.device.pointer(target)
+        if lse is None and self.options.return_lse:
+            lse = launch.device.empty(launch.lse_shape, np.dtype(np.float32))
+            addresses[_LSE] = launch.device.pointer(lse)
+        if launch.run is not None:
+            launch.run(addresses)
+        if aside:
+            out[...] = target
+            target = out
+        return (target, lse) if self.options.return_lse else target
+
+    def workspace(self, device, shapes: tuple) -> tuple:
+        """Return float32 arrays of these shapes and their addresses; kept ones, if workspaces are kept."""
+        key, found = (device, shapes), None
+        if self.workspaces is not None:
+            found = self.workspaces.get(key)
+        if found is None:
+            found = [device.empty(shape, np.dtype(np.float32)) for shape in shapes]
+            if self.workspaces is not None:
+                self.workspaces[key] = found
+        return (found, *(device.pointer(x) for x in found))
+
+    # How a call is prepared.
+
+    def prepare(self, device, operands: tuple, addresses: list) -> Launch:
+        """Check the arguments, choose the kernel and pack what does not change."""
+        named = dict(zip(ROLES, operands, strict=True))
+        sizes = sizes_of(self.function, named, self.varlen)
+        check_scores(self.function, named, sizes)
+        dtype = named["q"].dtype
+        if named["out"] is not None:
+            checks.dtype(self.function, "out", named["out"], (dtype.name,))
+            checks.shape(self.function, "out", named["out"], sizes.out)
+        launch = Launch(device, sizes.out, dtype, sizes.lse, _overlaps(operands), None)
+        if sizes.batches * sizes.heads * sizes.total_q == 0:
+            return launch
+        return replace(launch, run=self._steps(device, named, addresses, sizes).run)
+
+    def _steps(self, device, named: dict, addresses: list, sizes: Sizes):
+        options = self.options
+        scale = options.scale(sizes.head_dim)
+        slopes, bias = named["alibi_slopes"], named["bias"]
+        left, right = options.bounds
+        problem = Problem(
+            dtype=named["q"].dtype.name,
+            batches=sizes.batches,
+            seqlen_q=sizes.seqlen_q,
+            seqlen_k=sizes.seqlen_k,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            head_dim_v=sizes.head_dim_v,
+            window_left=left,
+            window_right=right,
+            score=config.score_bits(scale, options.softcap, slopes is not None, bias is not None),
+            access=min(access_of(named[name], address) for name, address in zip("qkv", addresses, strict=False)),
+            varlen=self.varlen is not None,
+        )
+        chosen = config.select_config(problem, device.sm_count, device.max_shared_bytes, options.num_splits)
+        if chosen.splits == 1:
+            return self._one_kernel(device, named, sizes, problem, chosen, addresses[_OUT])
+        shape = (chosen.splits, *sizes.out)
+        lse_shape = (chosen.splits, *sizes.lse)
+        partial = self._one_kernel(device, named, sizes, problem, chosen, 0)
+        merge = merge_parts(device, problem.dtype, shape, lse_shape, sizes.axes, self._out_strides(named, sizes))
+        return SplitKeys(partial, merge, functools.partial(self.workspace, device, (shape, lse_shape)))
+
+    def _out_strides(self, named: dict, sizes: Sizes) -> tuple[int, ...]:
+        out = named["out"]
+        if out is not None:
+            return strides_of(self.function, "out", out, sizes.axes)
+        return dense(sizes.out, sizes.axes)
+
+    def _one_kernel(self, device, named: dict, sizes: Sizes, problem: Problem, chosen, address: int) -> OneKernel:
+        is_partial = chosen.splits > 1
+        fields = self._fields(named, sizes, problem, chosen)
+        out_strides = dense(sizes.out, sizes.axes) if is_partial else self._out_strides(named, sizes)
+        fields |= {f"out_{axis}": s for axis, s in zip(AXES, out_strides, strict=True)}
+        itemsize = 4 if is_partial else named["q"].dtype.itemsize
+        fields["out_pairs"] = _allows_pairs(address, sizes.out, out_strides, itemsize)
+        shape = config.SHAPE.pack(*(fields.get(name, 0) for name in config.SHAPE.fields))
+        blocks = chosen.row_tiles * chosen.splits * (sizes.heads // chosen.packed)
+        blocks *= sizes.batches + (self.varlen is not None)
+        if chosen.tile is None:
+            kernel = SIMT.kernel(device, score=problem.score)
+            return OneKernel(kernel, (blocks, 1, 1), 128, 0, shape)
+        kernel = SM80.kernel(
+            device,
+            dtype=problem.dtype,
+            out_dtype="float32" if is_partial else problem.dtype,
+            tile=chosen.tile.cpp,
+            access=problem.access,
+            score=problem.score,
+        )
+        return OneKernel(kernel, (blocks, 1, 1), chosen.tile.threads, chosen.tile.shared_bytes, shape)
+
+    def _fields(self, named: dict, sizes: Sizes, problem: Problem, chosen) -> dict:
+        """Return the fields of AttentionShape that do not concern out."""
+        fields = {"batches": sizes.batches, "heads": sizes.heads, "group": problem.group, "packed": chosen.packed}
+        fields |= {"seqlen_q": sizes.seqlen_q, "seqlen_k": sizes.seqlen_k, "total_q": sizes.total_q}
+        fields |= {"head_dim": sizes.head_dim, "head_dim_v": sizes.head_dim_v}
+        fields |= {"row_tiles": chosen.row_tiles, "splits": chosen.splits}
+        fields |= {"window_left": problem.window_left, "window_right": problem.window_right}
+        fields["scale"], fields["softcap"] = config.score_scales(
+            self.options.scale(sizes.head_dim), self.options.softcap
+        )
+        for name in "qkv":
+            strides = strides_of(self.function, name, named[name], sizes.axes)
+            fields |= {f"{name}_{axis}": s for axis, s in zip(AXES, strides, strict=True)}
+        *lse_batch, lse_heads, lse_rows = sizes.lse
+        fields |= {"lse_head": lse_rows, "lse_batch": lse_heads * lse_rows if lse_batch else 0}
+        fields |= {"out_split": math.prod(sizes.out), "lse_split": math.prod(sizes.lse)}
+        slopes, bias = named["alibi_slopes"], named["bias"]
+        if slopes is not None and slopes.ndim == 2:
+            fields["alibi_batch"] = strides_of(self.function, "alibi_slopes", slopes, (0,))[0]
+        if bias is not None:
+            axes = tuple(axis if axis >= 0 else None for axis in range(bias.ndim - 4, bias.ndim))
+            batch, head, row, col = strides_of(self.function, "bias", bias, axes)
+            fields |= {"bias_batch": batch, "bias_head": head, "bias_row": row, "bias_col": col}
+            fields["bias_is_float"] = bias.dtype == np.float32
+        return fields
+
+
+def _allows_pairs(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Tell whether elements 2i and 2i + 1 of each row of out can be written at once."""
+    *steps, col = strides
+    return (col == 1 or shape[-1] == 1) and not address % (2 * itemsize) and not any(s % 2 for s in steps)

@@ -1,0 +1,190 @@
+"""The operands of attention: options, checks, sizes and strides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rawops._attention_config import DTYPES, HEAD_DIMS, LONGEST, MOST_SPLITS, UNLIMITED
+from rawops._runtime import checks
+
+AXES = ("batch", "row", "head", "col")  # of q, k, v and out, in the order of AttentionStrides
+_MAX_HEAD_DIM = HEAD_DIMS[-1]
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of a call that are no arrays; `softmax_scale` None is 1/sqrt(head_dim)."""
+
+    causal: bool = False
+    softmax_scale: float | None = None
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    num_splits: int | None = None
+    return_lse: bool = False
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The window as the kernels take it, causality included."""
+        left, right = (UNLIMITED if bound is None or bound >= LONGEST else bound for bound in self.window)
+        return left, 0 if self.causal else right
+
+    def scale(self, head_dim: int) -> float:
+        return self.softmax_scale if self.softmax_scale is not None else max(head_dim, 1) ** -0.5
+
+
+def checked(function: str, options: Options) -> Options:
+    """Return the options with everything in them of its own type, or raise for what the user got wrong."""
+    scale, window = options.softmax_scale, options.window
+    if scale is not None:
+        scale = _finite(function, "softmax_scale", scale)
+    softcap = _finite(function, "softcap", options.softcap)
+    if softcap < 0:
+        checks.fail(ValueError, function, "softcap", "be 0 (no cap) or positive", softcap)
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
+        checks.fail(TypeError, function, "window", "be a pair (left, right)", repr(window), "None is unlimited.")
+    hint = "None is unlimited; causal=True hides what comes after."
+    most = np.iinfo(np.int64).max
+    bounds = [None if b is None else checks.int_range(function, "window", b, 0, most, hint) for b in window]
+    splits = options.num_splits
+    if splits is not None:
+        splits = checks.int_range(function, "num_splits", splits, 1, MOST_SPLITS, "None chooses it.")
+    causal, return_lse = bool(options.causal), bool(options.return_lse)
+    return Options(causal, scale, tuple(bounds), softcap, splits, return_lse)
+
+
+def _finite(function: str, name: str, value) -> float:
+    value = checks.number(function, name, value)
+    if not np.isfinite(value):
+        checks.fail(ValueError, function, name, "be finite", value)
+    return value
+
+
+# --- operands -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the cu_seqlens add: the longest sequences as the caller states them."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def strides_of(function: str, name: str, x, axes: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Strides of the axes in elements, 0 for None and for axes that broadcast."""
+    itemsize = x.dtype.itemsize
+    found = []
+    for axis in axes:
+        stride = 0 if axis is None or x.shape[axis] == 1 else x.strides[axis]
+        if stride % itemsize:
+            checks.fail(ValueError, function, name, f"have strides that are multiples of {itemsize} bytes", x.strides)
+        found.append(stride // itemsize)
+    return tuple(found)
+
+
+def access_of(x, address: int) -> int:
+    """Widest access in bytes that every row of an array allows, rows along its last axis."""
+    itemsize = x.dtype.itemsize
+    if x.shape[-1] > 1 and x.strides[-1] != itemsize:
+        return itemsize
+    steps = [address, *(s for extent, s in zip(x.shape[:-1], x.strides[:-1], strict=True) if extent > 1)]
+    return next(width for width in (16, 8, 4, 2) if width == itemsize or not any(step % width for step in steps))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a problem, and the axes (batch, row, head, col) of its arrays."""
+
+    batches: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    out: tuple[int, ...]
+    lse: tuple[int, ...]
+    axes: tuple[int | None, ...]
+
+
+def sizes_of(function: str, named: dict, varlen: Layout | None) -> Sizes:
+    """Check shapes and dtypes of all arrays and return the sizes."""
+    q, k, v = named["q"], named["k"], named["v"]
+    dtype = checks.dtype(function, "q", q, DTYPES)
+    ndim, shape = (4, "(batch, seqlen, heads, head_dim)") if varlen is None else (3, "(total, heads, head_dim)")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.dtype(function, name, x, (dtype,), "q, k and v have one dtype; convert one of them.")
+        if x.ndim != ndim:
+            checks.fail(ValueError, function, name, f"have {ndim} dimensions {shape}", f"shape {tuple(x.shape)}")
+    *rows_q, heads, head_dim = q.shape
+    *rows_k, kv_heads, _ = k.shape
+    checks.shape(function, "k", k, (*q.shape[: ndim - 3], *k.shape[ndim - 3 : -1], head_dim), "q and k share head_dim.")
+    checks.shape(function, "v", v, (*k.shape[:-1], v.shape[-1]), "v is k's but for its own head_dim.")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > _MAX_HEAD_DIM:
+            checks.fail(ValueError, function, name, f"have a head_dim of at most {_MAX_HEAD_DIM}", x.shape[-1])
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        rule = f"have a number of heads that those of k ({kv_heads}) divide"
+        checks.fail(ValueError, function, "q", rule, heads, "Query head h reads KV head h // (Hq / Hkv).")
+    if max(rows_q[-1], rows_k[-1]) >= LONGEST:
+        checks.fail(ValueError, function, "q", f"and k must have under {LONGEST} rows", (rows_q[-1], rows_k[-1]))
+    out = (*q.shape[:-1], v.shape[-1])
+    common = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": v.shape[-1], "out": out}
+    if varlen is None:
+        batches = q.shape[0]
+        rows = {"batches": batches, "seqlen_q": rows_q[-1], "seqlen_k": rows_k[-1], "total_q": rows_q[-1]}
+        return Sizes(**common, **rows, lse=(batches, heads, rows_q[-1]), axes=(0, 1, 2, 3))
+    batches = _check_cu_seqlens(function, named)
+    rows = {"batches": batches, "seqlen_q": varlen.max_seqlen_q, "seqlen_k": varlen.max_seqlen_k}
+    return Sizes(**common, **rows, total_q=rows_q[0], lse=(heads, rows_q[0]), axes=(None, 0, 1, 2))
+
+
+def _check_cu_seqlens(function: str, named: dict) -> int:
+    """Check the two arrays and return how many sequences they bound."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        x = named[name]
+        checks.dtype(function, name, x, ("int32",))
+        if x.ndim != 1 or x.size == 0:
+            checks.fail(ValueError, function, name, "have shape (batch_size + 1,)", f"shape {tuple(x.shape)}")
+        if x.size > 1 and x.strides[0] != x.dtype.itemsize:
+            checks.fail(ValueError, function, name, "be contiguous", f"strides {x.strides}")
+    checks.shape(function, "cu_seqlens_k", named["cu_seqlens_k"], named["cu_seqlens_q"].shape, "One entry a sequence.")
+    return named["cu_seqlens_q"].size - 1
+
+
+def check_scores(function: str, named: dict, sizes: Sizes) -> None:
+    """Check alibi_slopes and bias."""
+    slopes, bias = named["alibi_slopes"], named["bias"]
+    if slopes is not None:
+        checks.dtype(function, "alibi_slopes", slopes, ("float32",))
+        if tuple(slopes.shape) not in ((sizes.heads,), (sizes.batches, sizes.heads)):
+            rule = f"have shape ({sizes.heads},) or ({sizes.batches}, {sizes.heads})"
+            checks.fail(ValueError, function, "alibi_slopes", rule, tuple(slopes.shape))
+        if sizes.heads > 1 and slopes.strides[-1] != 4:
+            checks.fail(
+                ValueError, function, "alibi_slopes", "be contiguous along its heads", f"strides {slopes.strides}"
+            )
+    if bias is not None:
+        checks.dtype(function, "bias", bias, (named["q"].dtype.name, "float32"))
+        full = (sizes.batches, sizes.heads, sizes.seqlen_q, sizes.seqlen_k)
+        extents = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+        if bias.ndim > 4 or any(e not in (1, f) for e, f in zip(extents, full, strict=True)):
+            rule = f"broadcast to (batch, heads, seqlen_q, seqlen_k) = {full}"
+            checks.fail(ValueError, function, "bias", rule, f"shape {tuple(bias.shape)}")
+
+
+def dense(shape: tuple[int, ...], axes: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array."""
+    return tuple(0 if axis is None else math.prod(shape[axis + 1 :]) for axis in axes)
+
+
+def span(x) -> tuple[int, int]:
+    """First byte of an array and the one past its last, from its address."""
+    steps = [(extent - 1) * s for extent, s in zip(x.shape, x.strides, strict=True)]
+    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize
