@@ -4,6 +4,7 @@ from rawops._gemm_w4 import pack_int4
 from rawops._runtime.custom import Kernel
 from rawops._runtime.device import emulate
 from rawops._runtime.kernel import kernels, precompile, reload
+from rawops.attention import flash_attention
 from rawops.errors import (
     BarrierError,
     CompileError,
@@ -47,6 +48,7 @@ __all__ = [
     "UnsupportedPTX",
     "append_paged_kv",
     "emulate",
+    "flash_attention",
     "gemm",
     "grouped_gemm",
     "kernels",

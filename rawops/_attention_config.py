@@ -9,9 +9,9 @@ from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are made for; others are padded inside
-UNLIMITED = -1  # a window bound
 MOST_SPLITS = 256
-LONGEST = 1 << 30  # keys or queries of a sequence: sums of two fit 32 bits
+LONGEST = 1 << 30  # keys or queries of a sequence are fewer: sums of two fit 32 bits
+UNLIMITED = LONGEST  # a window bound
 
 # How a score differs from scale * q.k, as the bits of a template argument (attention_problem.cuh)
 SOFTCAP, ALIBI, BIAS, MULTIPLY = 1, 2, 4, 8
@@ -85,7 +85,7 @@ class Problem:
     @property
     def is_masked(self) -> bool:
         """Whether a window or causality hides keys."""
-        return self.window_left >= 0 or self.window_right >= 0
+        return min(self.window_left, self.window_right) < UNLIMITED
 
 
 def padded(head_dim: int) -> int:

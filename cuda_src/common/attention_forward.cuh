@@ -19,13 +19,30 @@ template <> __device__ inline uint32_t pack_pair<__nv_bfloat16>(float low, float
     return pair;
 }
 
+// The same value, but the compiler does not know: what follows from it is made anew in each step of a loop and not kept
+// in the registers of the whole loop.
+__device__ inline int made_anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // The sign bits of the halves that are infinite or NaN.
 template <class T> __device__ inline uint32_t nonfinite_halves(uint32_t pair) {
     constexpr uint32_t kUnit = is_same<T, __half> ? 0x04000400 : 0x00800080;  // the exponent's last bit
     return ((pair & 0x7fff7fff) + kUnit) & 0x80008000;
 }
 
-template <class T, class Out, class Tile, int ACCESS, int kScore> struct AttentionForward {
+// What all threads of a block know alike. In shared memory it costs the main loop no registers.
+template <class T, template <class> class Rows> struct AttentionWork {
+    AttentionBlock block;
+    Rows<T> k, v;         // of the sequence and head; see StridedRows
+    int first, last;      // rows of the tile that exist
+    KeyRange keys;        // that they see, from a multiple of BLOCK_N on
+    bool has_cleared;     // some values of v were not finite; see is_cut
+};
+
+template <class T, template <class> class Rows, class Out, class Tile, int ACCESS, int kScore> struct AttentionForward {
+    using Work = AttentionWork<T, Rows>;
     static constexpr int BLOCK_M = Tile::BLOCK_M, BLOCK_N = Tile::BLOCK_N, STAGES = Tile::STAGES;
     static constexpr int WARP_M = Tile::WARP_M, THREADS = Tile::THREADS;
     static constexpr int ATOMS_M = WARP_M / 16, ATOMS_N = BLOCK_N / 8, ATOMS_V = Tile::HEAD_DIM_V / 8, ROWS = 2 * ATOMS_M;
@@ -42,135 +59,157 @@ template <class T, class Out, class Tile, int ACCESS, int kScore> struct Attenti
     static_assert(STAGES >= 2, "one stage is read while the next is filled");
 
     const AttentionParams& params;
+    Work& work;
     const AttentionBlock& block;
     const uint32_t shared;
     const int warp, lane;
-    int first, last;  // rows of the block that exist
-    ReaderQ reader_q;
-    ReaderK reader_k;
-    ReaderV reader_v;
     OnlineSoftmax<ATOMS_M> softmax;
     Accumulators acc;
 
-    __device__ AttentionForward(const AttentionParams& params_, const AttentionBlock& block_, uint32_t shared_)
+    // Begins with a tile of rows. All threads of the block come here, and are done with any tile before.
+    __device__ AttentionForward(const AttentionParams& params_, Work& work_, int tile, uint32_t shared_)
         : params(params_),
-          block(block_),
+          work(work_),
+          block(work_.block),
           shared(shared_),
           warp(threadIdx.x / kWarpSize),
           lane(threadIdx.x % kWarpSize),
-          first(block.tile * BLOCK_M),
-          last(min_of(first + BLOCK_M, block.rows(params.shape)) - 1),
-          reader_q(warp * WARP_M, lane),
-          reader_k(0, lane),
-          reader_v(0, lane),
-          acc{} {}
+          acc{} {
+        if (threadIdx.x == 0) {
+            work.first = tile * BLOCK_M;
+            work.last = min_of(work.first + BLOCK_M, block.rows(params.shape)) - 1;
+            work.keys = block.keys(params.shape, query(work.first), query(work.last), BLOCK_N);
+            work.keys.begin = work.keys.begin / BLOCK_N * BLOCK_N;
+            work.has_cleared = false;
+        }
+        __syncthreads();
+    }
 
-    // Works through the keys of the block. Rows says where rows of k and v are; see StridedRows.
-    template <template <class> class Rows> __device__ void run(const Rows<T>& k, const Rows<T>& v) {
+    // Works through the keys.
+    __device__ void run() {
         const AttentionShape& shape = params.shape;
-        const KeyRange keys = block.keys(shape, query(first), query(last), BLOCK_N);
-        const int begin = keys.begin / BLOCK_N * BLOCK_N;
-        const int blocks = keys.is_empty() ? 0 : ceil_div(keys.end - begin, BLOCK_N);
-        auto fetch = [&](int index) {
-            if (index < blocks) {
-                const uint32_t stage = stage_of(index);
-                const int key = begin + index * BLOCK_N;
-                fetch_rows<TileK, ACCESS, THREADS>(stage, k, key, block.k_len, shape.head_dim, threadIdx.x);
-                fetch_rows<TileV, ACCESS, THREADS>(stage + TileK::BYTES, v, key, block.k_len, shape.head_dim_v,
-                                                   threadIdx.x);
-            }
-            cp_async_commit();
-        };
-        if (blocks > 0) fetch_q();
+        if (work.keys.is_empty()) return;
+        fetch_q();
 #pragma unroll
-        for (int index = 0; index < STAGES - 1; ++index) fetch(index);
-        const bool is_idle = first + warp * WARP_M > last;  // no row of the warp exists
-        const int warp_first = query(first + warp * WARP_M), warp_last = query(first + warp * WARP_M + WARP_M - 1);
-        const KeyRange at_first = block.visible(shape, warp_first), at_last = block.visible(shape, warp_last);
+        for (int index = 0; index < STAGES - 1; ++index) fetch(work.keys.begin + index * BLOCK_N, index);
+        int stage = 0;
 #pragma unroll 1
-        for (int index = 0; index < blocks; ++index) {
+        for (int key = work.keys.begin; key < work.keys.end; key += BLOCK_N) {
             cp_async_wait<STAGES - 2>();
             __syncthreads();  // the stage is visible to all, and all have left the one before, which is filled next
-            fetch(index + STAGES - 1);
-            const int key = begin + index * BLOCK_N, key_end = key + BLOCK_N;
-            const bool sees_some = !is_idle && key < at_last.end && key_end > at_first.begin;
-            const bool sees_all = key >= at_last.begin && key_end <= at_first.end;
-            Weights weights;
-            if (sees_some) {
+            fetch(key + (STAGES - 1) * BLOCK_N, stage == 0 ? STAGES - 1 : stage - 1);
+            const uint32_t tile_k = shared + TileQ::BYTES + stage * STAGE_BYTES, tile_v = tile_k + TileK::BYTES;
+            if (is_cut(key) && clear_nonfinite(tile_v)) work.has_cleared = true;
+            const int first_row = work.first + warp * WARP_M;
+            const KeyRange at_first = block.visible(shape, query(first_row));
+            const KeyRange at_last = block.visible(shape, query(first_row + WARP_M - 1));
+            const bool sees_all = key >= at_last.begin && key + BLOCK_N <= at_first.end;
+            if (first_row <= work.last && key < at_last.end && key + BLOCK_N > at_first.begin) {
                 Scores scores = {};
-                multiply_qk(scores, stage_of(index));
+                Weights weights;
+                multiply_qk(scores, tile_k);
                 if (kScore != 0 || !sees_all) make_scores(scores, key, sees_all);
                 softmax.step(scores, acc, kScore == 0 ? shape.scale : 1.0f);
                 pack(weights, scores);
+                multiply_pv(weights, tile_v);
             }
-            const uint32_t tile_v = stage_of(index) + TileK::BYTES;
-            if (is_cut(key)) keep_hidden_values_out(tile_v, key);
-            if (sees_some) multiply_pv(weights, tile_v);
+            stage = stage == STAGES - 1 ? 0 : stage + 1;
         }
     }
 
     // Writes the rows and their lse.
     __device__ void finish() {
         const AttentionShape& shape = params.shape;
-        Out* out = static_cast<Out*>(params.call.out) + block.split * shape.out_split + block.batch * shape.out.batch;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const int row = row_of(r), i = query(row), head = head_of(row);
+            const int row = row_of(r);
             const float sum = quad_sum(softmax.sum[r]);
-            if (row > last) continue;
-            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+            if (row > work.last) continue;
             if (params.call.lse && lane % 4 == 0) {
                 params.call.lse[block.split * shape.lse_split + block.batch * shape.lse_batch +
-                                head * shape.lse_head + block.q_begin + i] = log_sum(softmax.max[r], sum);
+                                head_of(row) * shape.lse_head + block.q_begin + query(row)] =
+                    log_sum(softmax.max[r], sum);
             }
-            write_row(out + (block.q_begin + i) * shape.out.row + head * shape.out.head, acc[r / 2], r % 2 * 2, inverse);
+            write_row(out_row(row), acc[r / 2], r % 2 * 2, sum == 0.0f ? 0.0f : 1.0f / sum);
         }
+        __syncthreads();
+        if (work.has_cleared) add_nonfinite();
     }
 
 private:
-    __device__ uint32_t stage_of(int index) const { return shared + TileQ::BYTES + index % STAGES * STAGE_BYTES; }
+    // Row of the problem that the thread's row r is, its query and its head. Rows that do not exist stand for the last.
+    __device__ int row_of(int r) const { return work.first + warp * WARP_M + r * 8 + lane / 4; }
+    __device__ int query(int row) const {
+        const int packed = params.shape.packed, existing = min_of(row, work.last);
+        return packed == 1 ? existing : existing / packed;  // a branch costs less than a division
+    }
+    __device__ int head_of(int row) const {
+        const int packed = params.shape.packed;
+        return packed == 1 ? block.head : block.head + min_of(row, work.last) % packed;
+    }
 
-    // Row of the storage's tile that the thread's row r is, its query and its head. Rows that do not exist stand for
-    // the last one.
-    __device__ int row_of(int r) const { return first + warp * WARP_M + r * 8 + lane / 4; }
-    __device__ int query(int row) const { return min_of(row, last) / params.shape.packed; }
-    __device__ int head_of(int row) const { return block.head + min_of(row, last) % params.shape.packed; }
+    // Starts the copies of the keys from `key` on into a stage of the ring; there may be none left.
+    __device__ void fetch(int key, int stage) const {
+        if (key < work.keys.end) {
+            const AttentionShape& shape = params.shape;
+            const uint32_t tile_k = shared + TileQ::BYTES + stage * STAGE_BYTES, tile_v = tile_k + TileK::BYTES;
+            fetch_rows<TileK, ACCESS, THREADS>(tile_k, work.k, key, block.k_len, shape.head_dim, threadIdx.x);
+            fetch_rows<TileV, ACCESS, THREADS>(tile_v, work.v, key, block.k_len, shape.head_dim_v, threadIdx.x);
+        }
+        cp_async_commit();
+    }
+
+    __device__ Out* out_row(int row) const {
+        const AttentionStrides& s = params.shape.out;
+        return static_cast<Out*>(params.call.out) + block.split * params.shape.out_split + block.batch * s.batch +
+               (block.q_begin + query(row)) * s.row + head_of(row) * s.head;
+    }
 
     __device__ void fetch_q() {
         const AttentionStrides& s = params.shape.q;
         const T* base = static_cast<const T*>(params.call.q) + block.batch * s.batch + block.q_begin * s.row +
                         block.head * s.head;
-        const PackedRows<T> rows = {base, s.row, s.head, s.col, params.shape.packed};
-        fetch_rows<TileQ, ACCESS, THREADS>(shared, rows, first, last + 1, params.shape.head_dim, threadIdx.x);
+        const int packed = params.shape.packed, cols = params.shape.head_dim;
+        if (packed == 1) {
+            const StridedRows<T> rows = {base, s.row, s.col};
+            fetch_rows<TileQ, ACCESS, THREADS>(shared, rows, work.first, work.last + 1, cols, threadIdx.x);
+        } else {
+            const PackedRows<T> rows = {base, s.row, s.head, s.col, packed};
+            fetch_rows<TileQ, ACCESS, THREADS>(shared, rows, work.first, work.last + 1, cols, threadIdx.x);
+        }
     }
 
     __device__ void read_q(uint32_t (&q)[ATOMS_M][4], int step) const {
+        const ReaderQ reader_q(warp * WARP_M, lane);
 #pragma unroll
         for (int i = 0; i < ATOMS_M; ++i) {
             reader_q.read(q[i], shared + TileQ::panel(step * 16), i, step % (TileQ::PANEL_COLS / 16));
         }
     }
 
-    // The fragments of the next step are on their way while the tensor cores work on this one.
+    // The fragments of the next atoms are on their way while the tensor cores work on these.
     __device__ void multiply_qk(Scores& scores, uint32_t tile_k) const {
         constexpr int STEPS = Tile::HEAD_DIM / 16, PAIRS = ATOMS_N / 2;
-        uint32_t q[1][ATOMS_M][4], k[2][4];
-        auto read_k = [&](int index) {
-            const int step = index / PAIRS;
-            reader_k.read(k[index % 2], tile_k + TileK::panel(step * 16), index % PAIRS,
+        const ReaderK reader_k(0, lane);
+        uint32_t q[ATOMS_M][4], k[2][4];
+        auto read_k = [&](int step, int pair) {
+            reader_k.read(k[(step * PAIRS + pair) % 2], tile_k + TileK::panel(step * 16), pair,
                           step % (TileK::PANEL_COLS / 16));
         };
-
-        read_k(0);
+        read_k(0, 0);
 #pragma unroll
-        for (int index = 0; index < STEPS * PAIRS; ++index) {
-            const int step = index / PAIRS, pair = index % PAIRS;
-            if (index + 1 < STEPS * PAIRS) read_k(index + 1);
-            if (pair == 0) read_q(q[0], step);
+        for (int step = 0; step < STEPS; ++step) {
+            read_q(q, step);
 #pragma unroll
-            for (int i = 0; i < ATOMS_M; ++i) {
-                MmaAtom<T>::multiply(scores[i][2 * pair], q[0][i], k[index % 2][0], k[index % 2][1]);
-                MmaAtom<T>::multiply(scores[i][2 * pair + 1], q[0][i], k[index % 2][2], k[index % 2][3]);
+            for (int pair = 0; pair < PAIRS; ++pair) {
+                if (pair + 1 < PAIRS) read_k(step, pair + 1);
+                else if (step + 1 < STEPS) read_k(step + 1, 0);
+                const uint32_t(&b)[4] = k[(step * PAIRS + pair) % 2];
+#pragma unroll
+                for (int i = 0; i < ATOMS_M; ++i) {
+                    MmaAtom<T>::multiply(scores[i][2 * pair], q[i], b[0], b[1]);
+                    MmaAtom<T>::multiply(scores[i][2 * pair + 1], q[i], b[2], b[3]);
+                }
             }
         }
     }
@@ -189,30 +228,36 @@ private:
 
     __device__ void multiply_pv(const Weights& weights, uint32_t tile_v) {
         constexpr int STEPS = BLOCK_N / 16, PAIRS = ATOMS_V / 2;
+        const ReaderV reader_v(0, lane);
         uint32_t v[2][4];
-        auto read_v = [&](int index) {
-            const int col = index % PAIRS * 16;
-            reader_v.read(v[index % 2], tile_v + TileV::panel(col), col % TileV::PANEL_COLS / 16, index / PAIRS);
+        auto read_v = [&](int step, int pair) {
+            reader_v.read(v[(step * PAIRS + pair) % 2], tile_v + TileV::panel(pair * 16),
+                          pair % (TileV::PANEL_COLS / 16), step);
         };
-        read_v(0);
+        read_v(0, 0);
 #pragma unroll
-        for (int index = 0; index < STEPS * PAIRS; ++index) {
-            const int step = index / PAIRS, pair = index % PAIRS;
-            if (index + 1 < STEPS * PAIRS) read_v(index + 1);
+        for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
-            for (int i = 0; i < ATOMS_M; ++i) {
-                MmaAtom<T>::multiply(acc[i][2 * pair], weights[i][step], v[index % 2][0], v[index % 2][1]);
-                MmaAtom<T>::multiply(acc[i][2 * pair + 1], weights[i][step], v[index % 2][2], v[index % 2][3]);
+            for (int pair = 0; pair < PAIRS; ++pair) {
+                if (pair + 1 < PAIRS) read_v(step, pair + 1);
+                else if (step + 1 < STEPS) read_v(step + 1, 0);
+                const uint32_t(&b)[4] = v[(step * PAIRS + pair) % 2];
+#pragma unroll
+                for (int i = 0; i < ATOMS_M; ++i) {
+                    MmaAtom<T>::multiply(acc[i][2 * pair], weights[i][step], b[0], b[1]);
+                    MmaAtom<T>::multiply(acc[i][2 * pair + 1], weights[i][step], b[2], b[3]);
+                }
             }
         }
     }
 
     // Scores out of products, -inf for keys that a row does not see.
     __device__ void make_scores(Scores& scores, int first_key, bool sees_all) const {
+        const int first_row = row_of(0);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const int i = query(row_of(r));
-            const RowScore<T, kScore> score(params, block, i, head_of(row_of(r)));
+            const int row = first_row + r * 8, i = query(row);
+            const RowScore<T, kScore> score(params, block, i, head_of(row));
             const KeyRange seen = sees_all ? KeyRange{0, block.k_len} : block.visible(params.shape, i);
 #pragma unroll
             for (int j = 0; j < ATOMS_N; ++j) {
@@ -233,67 +278,77 @@ private:
     // Whether some row of the block sees only a part of these keys, the same for all threads.
     __device__ bool is_cut(int key) const {
         const AttentionShape& shape = params.shape;
-        if (shape.window_left < 0 && shape.window_right < 0) return false;
-        return key < block.visible(shape, query(last)).begin ||
-               min_of(key + BLOCK_N, block.k_len) > block.visible(shape, query(first)).end;
+        return key < block.visible(shape, query(work.last)).begin ||
+               min_of(key + BLOCK_N, block.k_len) > block.visible(shape, query(work.first)).end;
     }
 
-    // Adds such values to the rows that see them, and has zeros in their place for the product.
-    __device__ void keep_hidden_values_out(uint32_t tile_v, int first_key) {
-        constexpr int WORDS = TileV::BYTES / 4;
-        uint32_t word, found = 0;
-        for (int w = threadIdx.x; w < WORDS; w += THREADS) {
-            load_shared(word, tile_v + w * 4);
-            found |= nonfinite_halves<T>(word);
+    // Puts zeros in the place of such values and tells whether there were any.
+    __device__ bool clear_nonfinite(uint32_t tile_v) const {
+        uint32_t found = 0;
+#pragma unroll 2
+        for (int byte = threadIdx.x * 16; byte < TileV::BYTES; byte += THREADS * 16) {
+            uint32_t x, y, z, w;
+            asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
+                         : "r"(tile_v + byte)
+                         : "memory");
+            found |= nonfinite_halves<T>(x) | nonfinite_halves<T>(y) | nonfinite_halves<T>(z) | nonfinite_halves<T>(w);
         }
-        if (!__syncthreads_or(found)) return;
-        KeyRange seen[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) seen[r] = block.visible(params.shape, query(row_of(r)));
+        if (!__syncthreads_or(found)) return false;
 #pragma unroll 1
-        for (int key = 0; key < BLOCK_N; ++key) {
-#pragma unroll
-            for (int j = 0; j < ATOMS_V; ++j) {
-                load_shared(word, tile_v + TileV::offset(key, j * 8 + lane % 4 * 2));
-                const uint32_t bad = nonfinite_halves<T>(word);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {  // rows in the order of the accumulators: low, high, low, high
-                    const float value = half_of(word, e % 2);
-#pragma unroll
-                    for (int i = 0; i < ATOMS_M; ++i) {
-                        const KeyRange& range = seen[2 * i + e / 2];
-                        const bool is_seen = first_key + key >= range.begin && first_key + key < range.end;
-                        if (is_seen && (bad >> (e % 2 * 16 + 15) & 1)) acc[i][j][e] += value;
+        for (int byte = threadIdx.x * 4; byte < TileV::BYTES; byte += THREADS * 4) {
+            uint32_t word;
+            load_shared(word, tile_v + byte);
+            const uint32_t bad = nonfinite_halves<T>(word) >> 15;  // 1 in a half to be cleared
+            asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile_v + byte), "r"(word & ~(bad * 0xffff)) : "memory");
+        }
+        __syncthreads();
+        return true;
+    }
+
+    // Adds the values that were cleared to the rows that see them, in the result: rare enough to take its time.
+    __device__ void add_nonfinite() const {
+        const AttentionShape& shape = params.shape;
+        const int uncut_begin = block.visible(shape, query(work.last)).begin + BLOCK_N;
+        const int uncut_end = block.visible(shape, query(work.first)).end - BLOCK_N;
+#pragma unroll 1
+        for (int row = work.first; row <= work.last; ++row) {
+            const KeyRange seen = block.visible(shape, query(row));
+            Out* out = out_row(row);
+#pragma unroll 1
+            for (int key = max_of(work.keys.begin, seen.begin); key < min_of(work.keys.end, seen.end); ++key) {
+                if (key >= uncut_begin && key < uncut_end) {
+                    key = uncut_end - 1;
+                    continue;
+                }
+                for (int col = threadIdx.x; col < shape.head_dim_v; col += THREADS) {
+                    const float value = widen(work.v.at(key)[col * work.v.col]);
+                    if (value - value != 0.0f) {
+                        Out& element = out[col * shape.out.col];
+                        element = narrow<Out>(widen(element) + value);
                     }
                 }
             }
         }
-        __syncthreads();
-        for (int w = threadIdx.x; w < WORDS; w += THREADS) {
-            load_shared(word, tile_v + w * 4);
-            const uint32_t bad = nonfinite_halves<T>(word) >> 15;  // 1 in a half to be cleared
-            asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile_v + w * 4), "r"(word & ~(bad * 0xffff)) : "memory");
-        }
-        __syncthreads();
-    }
-
-    static __device__ float half_of(uint32_t word, int index) {
-        const uint16_t bits = uint16_t(word >> (index * 16));
-        return widen(reinterpret_cast<const T&>(bits));
     }
 
     // Elements e and e + 1 of each atom, times `factor`.
     __device__ void write_row(Out* out, const float (&values)[ATOMS_V][4], int e, float factor) const {
         const AttentionShape& shape = params.shape;
+        const int first_col = made_anew(lane % 4 * 2);
+        if (shape.out_pairs && shape.head_dim_v == Tile::HEAD_DIM_V) {
 #pragma unroll
-        for (int j = 0; j < ATOMS_V; ++j) {
-            const int col = j * 8 + lane % 4 * 2;
-            const Vector<Out, 2> pair = {narrow<Out>(values[j][e] * factor), narrow<Out>(values[j][e + 1] * factor)};
-            if (shape.out_pairs && col + 1 < shape.head_dim_v) {
-                *reinterpret_cast<Vector<Out, 2>*>(out + col) = pair;
-            } else {
-                if (col < shape.head_dim_v) out[col * shape.out.col] = pair.data[0];
-                if (col + 1 < shape.head_dim_v) out[(col + 1) * shape.out.col] = pair.data[1];
+            for (int j = 0; j < ATOMS_V; ++j) {
+                const Vector<Out, 2> pair = {narrow<Out>(values[j][e] * factor), narrow<Out>(values[j][e + 1] * factor)};
+                *reinterpret_cast<Vector<Out, 2>*>(out + first_col + j * 8) = pair;
+            }
+        } else {
+            Out* to = out + first_col * shape.out.col;
+#pragma unroll
+            for (int j = 0; j < ATOMS_V; ++j, to += 8 * shape.out.col) {
+                const int left = shape.head_dim_v - first_col - j * 8;
+                if (left > 0) to[0] = narrow<Out>(values[j][e] * factor);
+                if (left > 1) to[shape.out.col] = narrow<Out>(values[j][e + 1] * factor);
             }
         }
     }

@@ -41,7 +41,7 @@ struct AttentionShape {  // kept by a plan
     int total_q;             // rows that q has, with cu_seqlens
     int head_dim, head_dim_v;
     int row_tiles, splits;         // of a head and sequence
-    int window_left, window_right; // negative: unlimited; causal is window_right = 0
+    int window_left, window_right; // 2^30, more than any length: unlimited; causal is window_right = 0
     int page_shift;                // log2 of the page size
     int bias_is_float;             // else it has the type of q
     int out_pairs;                 // two elements of out can be written at once
@@ -101,8 +101,7 @@ struct AttentionBlock {
     // Keys that query `i` sees.
     __device__ KeyRange visible(const AttentionShape& shape, int i) const {
         const int same = i + k_len - q_len;  // the key at the query's own place
-        return {shape.window_left < 0 ? 0 : max_of(same - shape.window_left, 0),
-                shape.window_right < 0 ? k_len : min_of(same + shape.window_right + 1, k_len)};
+        return {max_of(same - shape.window_left, 0), min_of(same + shape.window_right + 1, k_len)};
     }
 
     // Keys that any of the queries from `first` to `last` sees, in the block's split: whole multiples of `step`, but for

@@ -79,39 +79,32 @@ template <int ATOMS_M> struct OnlineSoftmax {
     // Turns scores into weights, relative to the new maximum, and brings the sums and `acc` to it. `scale` is positive.
     template <int ATOMS_N, int ATOMS_V>
     __device__ void step(float (&scores)[ATOMS_M][ATOMS_N][4], float (&acc)[ATOMS_M][ATOMS_V][4], float scale) {
-        float factor[ROWS];
-        bool changed = false;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
+            const int e = r % 2 * 2;
             float highest = -infinity();
 #pragma unroll
             for (int j = 0; j < ATOMS_N; ++j) {
-                highest = fmaxf(highest, fmaxf(scores[r / 2][j][r % 2 * 2], scores[r / 2][j][r % 2 * 2 + 1]));
+                highest = fmaxf(highest, fmaxf(scores[r / 2][j][e], scores[r / 2][j][e + 1]));
             }
             const float next = fmaxf(max[r], quad_max(highest) * scale);
             const float base = next == -infinity() ? 0.0f : next;  // no key so far: weights of exp2(-inf) = 0
-            factor[r] = exp2_fast(max[r] - base);
-            changed |= factor[r] != 1.0f;
+            const float factor = exp2_fast(max[r] - base);
             max[r] = next;
-            float total = 0.0f;
+            if (__any_sync(~0u, factor != 1.0f)) {
+                sum[r] *= factor;
 #pragma unroll
-            for (int j = 0; j < ATOMS_N; ++j) {
-#pragma unroll
-                for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
-                    // A product and a difference, not a fused one: the weight of the maximum is 1 to the bit.
-                    scores[r / 2][j][e] = exp2_fast(__fmul_rn(scores[r / 2][j][e], scale) - base);
-                    total += scores[r / 2][j][e];
+                for (int j = 0; j < ATOMS_V; ++j) {
+                    acc[r / 2][j][e] *= factor;
+                    acc[r / 2][j][e + 1] *= factor;
                 }
             }
-            sum[r] = sum[r] * factor[r] + total;
-        }
-        if (!__any_sync(~0u, changed)) return;
 #pragma unroll
-        for (int i = 0; i < ATOMS_M; ++i) {
-#pragma unroll
-            for (int j = 0; j < ATOMS_V; ++j) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) acc[i][j][e] *= factor[2 * i + e / 2];
+            for (int j = 0; j < ATOMS_N; ++j) {
+                // A product and a difference, not a fused one: the weight of the maximum is 1 to the bit.
+                scores[r / 2][j][e] = exp2_fast(__fmul_rn(scores[r / 2][j][e], scale) - base);
+                scores[r / 2][j][e + 1] = exp2_fast(__fmul_rn(scores[r / 2][j][e + 1], scale) - base);
+                sum[r] += scores[r / 2][j][e] + scores[r / 2][j][e + 1];
             }
         }
     }

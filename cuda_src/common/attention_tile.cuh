@@ -27,6 +27,7 @@ template <class T, int ROWS_, int COLS_> struct RowTile {
 // Where row i begins. `col` is the stride along a row, 1 but for accesses of one element.
 template <class T> struct StridedRows {
     static constexpr bool kEven = true;  // rows lie `row` apart
+    static constexpr int kUnroll = 32;
     const T* base;
     int64_t row, col;
     __device__ const T* at(int i) const { return base + i * row; }
@@ -35,6 +36,7 @@ template <class T> struct StridedRows {
 // Row i is query i / packed of head i % packed.
 template <class T> struct PackedRows {
     static constexpr bool kEven = false;
+    static constexpr int kUnroll = 1;  // it is done once, and should not cost the main loop registers
     const T* base;
     int64_t row, head, col;
     int packed;
@@ -54,7 +56,7 @@ __device__ inline void fetch_rows(uint32_t tile, const Rows<T>& rows, int first,
     const int valid = clamp(cols - col, 0, PIECE), left = end - first - row;
     const T* from = rows.base;
     if (Rows<T>::kEven && left > 0) from = rows.at(first + row) + col * rows.col;
-#pragma unroll
+#pragma unroll Rows<T>::kUnroll
     for (int step = 0; step < ceil_div(Tile::ROWS, ROWS_PER_STEP); ++step) {
         const int further = step * ROWS_PER_STEP;
         if (Tile::ROWS % ROWS_PER_STEP != 0 && row + further >= Tile::ROWS) break;

@@ -98,3 +98,69 @@ def gemm_magnitude(a, b) -> np.ndarray:
 
 def _exact(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+class AttentionRows:
+    """The rows of an attention problem one at a time: what a query sees, its scores and their derivatives.
+
+    Parameters are those of `attention`; rows are those of one batch entry and head.
+    """
+
+    def __init__(
+        self, q, k, *, causal=False, softmax_scale=None, window=(None, None), softcap=0.0, alibi_slopes=None, bias=None
+    ) -> None:
+        self.q, self.k, self.softcap, self.slopes, self.bias = _exact(q), _exact(k), softcap, alibi_slopes, bias
+        self.scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        self.group = q.shape[2] // k.shape[2]
+        self.shift = k.shape[1] - q.shape[1]
+        left, right = window
+        self.left, self.right = left, 0 if causal else right
+
+    def seen(self, i: int) -> range:
+        """Keys that query i sees."""
+        same, count = i + self.shift, self.k.shape[1]
+        begin = 0 if self.left is None else max(0, same - self.left)
+        end = count if self.right is None else min(count, same + self.right + 1)
+        return range(begin, max(begin, end))
+
+    def scores(self, b: int, h: int, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Scores of the keys that query i sees, and their derivatives by scale * q.k."""
+        seen = self.seen(i)
+        products = self.scale * (self.k[b, seen.start : seen.stop, h // self.group] @ self.q[b, i, h])
+        slope = np.ones_like(products)
+        if self.softcap:
+            slope = 1.0 - np.tanh(products / self.softcap) ** 2
+            products = self.softcap * np.tanh(products / self.softcap)
+        if self.slopes is not None:
+            of_head = np.broadcast_to(_exact(self.slopes), (self.q.shape[0], self.q.shape[2]))[b, h]
+            products = products - of_head * np.abs(np.array(seen) - i - self.shift)
+        if self.bias is not None:
+            full = (self.q.shape[0], self.q.shape[2], self.q.shape[1], self.k.shape[1])
+            products = products + np.broadcast_to(_exact(self.bias), full)[b, h, i, seen.start : seen.stop]
+        return products, slope
+
+
+def attention(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
+    """softmax(scores) @ v and the logarithm of each row's sum of exponentials.
+
+    Parameters
+    ----------
+    q, k, v : array
+        (B, Sq, Hq, D), (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv).
+    **options
+        causal, softmax_scale, window, softcap, alibi_slopes and bias as for `rawops.flash_attention`.
+    """
+    rows, v = AttentionRows(q, k, **options), _exact(v)
+    B, Sq, Hq = q.shape[:3]
+    out, lse = np.zeros((B, Sq, Hq, v.shape[-1])), np.full((B, Hq, Sq), -np.inf)
+    for b, i, h in np.ndindex(B, Sq, Hq):
+        scores, _ = rows.scores(b, h, i)
+        if scores.size and scores.max() > -np.inf:
+            seen = rows.seen(i)
+            weights = np.exp(scores - scores.max())
+            lse[b, h, i] = scores.max() + np.log(weights.sum())
+            out[b, i, h] = weights / weights.sum() @ v[b, seen.start : seen.stop, h // rows.group]
+    return out, lse
