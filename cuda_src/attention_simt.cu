@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(128) attention_simt(const __grid_constant__ At
                 float value = -infinity();
                 if (key < keys.end) {
                     float product = 0.0f;
+#pragma unroll 2
                     for (int d = 0; d < shape.head_dim; ++d) {
                         product = fmaf(q[d * shape.q.col], k[key * shape.k.row + d * shape.k.col], product);
                     }

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(Tile::THREADS) attention_sm80(const __grid_con
     __syncthreads();
     // One tile, but for the rows past the last sequence, of which there may be any number.
 #pragma unroll 1
-    for (int tile = work.block.tile; tile * Tile::BLOCK_M < work.block.rows(shape); tile += shape.row_tiles) {
+    for (int tile = work.block.tile; tile * Tile::BLOCK_M < work.block.rows(shape);
+         tile = work.first / Tile::BLOCK_M + shape.row_tiles) {
         Forward forward(params, work, tile, shared_address(shared));
         forward.run();
         forward.finish();

@@ -139,15 +139,21 @@ class Tile:
         return max(1, min(max_shared_bytes // self.shared_bytes, 256 // self.threads))
 
 
-def tiles_of(head_dim: int, head_dim_v: int) -> list[Tile]:
-    """Return the tiles for padded head sizes, largest first.
+def tiles_of(head_dim: int, head_dim_v: int, score: int = 0) -> list[Tile]:
+    """Return the tiles for padded head sizes and bits of `score`, largest first.
 
-    32 rows a warp halve the shared memory's traffic; wider heads leave registers for 16. Two blocks of four warps on an
-    SM, or one of eight, have one warp's softmax run beside another one's products.
+    32 rows a warp halve the shared memory's traffic, and leave registers for fewer keys the wider the heads are; past
+    128 columns they leave too few. Two blocks of four warps on an SM, or one of eight, have one warp's softmax run
+    beside another one's products.
     """
-    wide = head_dim_v > 128
-    sizes = ((128, 64), (128, 32), (64, 64), (64, 32))
-    return [Tile(head_dim, head_dim_v, m, n, 8 if wide and m == 128 else 4) for m, n in sizes]
+    if head_dim_v > 128:
+        large = [(128, 64, 8), (128, 32, 8)]
+    elif head_dim_v > 96:
+        large = [(128, 32, 4)]
+    else:
+        large = [(128, 128, 4)] if max(head_dim, head_dim_v) == 64 and score == 0 else []
+        large += [(128, 64, 4), (128, 32, 4)]
+    return [Tile(head_dim, head_dim_v, m, n, warps) for m, n, warps in [*large, (64, 64, 4), (64, 32, 4)]]
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -157,8 +163,11 @@ _SCORES = (*range((SOFTCAP | ALIBI | BIAS) + 1), MULTIPLY)
 
 
 def _smoke(head_dim: int, **changes) -> list[dict]:
+    """The largest tile of each height."""
     values = {"dtype": "float16", "out_dtype": "float16", "access": 16, "score": 0} | changes
-    return [{**values, "tile": tile.cpp} for tile in tiles_of(head_dim, head_dim)[::2]]
+    score = values["score"]
+    tiles = {tile.block_m: tile.cpp for tile in reversed(tiles_of(head_dim, head_dim, score))}
+    return [{**values, "tile": tile} for tile in tiles.values()]
 
 
 SM80 = KernelSpec(
@@ -216,7 +225,7 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int, num_sp
     """
     if problem.dtype == "float32":
         return _config(problem, None, SIMT_ROWS, SIMT_KEYS, sm_count * 4, num_splits)
-    candidates = tiles_of(padded(problem.head_dim), padded(problem.head_dim_v))
+    candidates = tiles_of(padded(problem.head_dim), padded(problem.head_dim_v), problem.score)
     large, small = (_fitting(candidates, rows, max_shared_bytes) for rows in (128, 64))
     if large is not None:
         config = _config(problem, large, large.block_m, large.block_n, sm_count, 1)

@@ -7,18 +7,6 @@
 
 namespace rawops {
 
-template <class T> __device__ inline uint32_t pack_pair(float low, float high);
-template <> __device__ inline uint32_t pack_pair<__half>(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-template <> __device__ inline uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 // The same value, but the compiler does not know: what follows from it is made anew in each step of a loop and not kept
 // in the registers of the whole loop.
 __device__ inline int made_anew(int x) {
@@ -53,7 +41,7 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
     using ReaderK = FragmentReader<T, typename TileK::Panel, true, true>;
     using ReaderV = FragmentReader<T, typename TileV::Panel, false, true>;
     using Scores = float[ATOMS_M][ATOMS_N][4];
-    using Weights = uint32_t[ATOMS_M][ATOMS_N / 2][4];  // fragments as the product with v takes them
+    using Weights = uint32_t[ATOMS_M][ATOMS_N / 2][4];
     using Accumulators = float[ATOMS_M][ATOMS_V][4];
     static constexpr int STAGE_BYTES = TileK::BYTES + TileV::BYTES;
     static_assert(STAGES >= 2, "one stage is read while the next is filled");
@@ -109,8 +97,7 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
                 Weights weights;
                 multiply_qk(scores, tile_k);
                 if (kScore != 0 || !sees_all) make_scores(scores, key, sees_all);
-                softmax.step(scores, acc, kScore == 0 ? shape.scale : 1.0f);
-                pack(weights, scores);
+                softmax.template step<T>(scores, weights, acc, kScore == 0 ? shape.scale : 1.0f);
                 multiply_pv(weights, tile_v);
             }
             stage = stage == STAGES - 1 ? 0 : stage + 1;
@@ -152,9 +139,10 @@ private:
     __device__ void fetch(int key, int stage) const {
         if (key < work.keys.end) {
             const AttentionShape& shape = params.shape;
+            const int thread = threadIdx.x;
             const uint32_t tile_k = shared + TileQ::BYTES + stage * STAGE_BYTES, tile_v = tile_k + TileK::BYTES;
-            fetch_rows<TileK, ACCESS, THREADS>(tile_k, work.k, key, block.k_len, shape.head_dim, threadIdx.x);
-            fetch_rows<TileV, ACCESS, THREADS>(tile_v, work.v, key, block.k_len, shape.head_dim_v, threadIdx.x);
+            fetch_rows<TileK, ACCESS, THREADS>(tile_k, work.k, key, block.k_len, shape.head_dim, thread);
+            fetch_rows<TileV, ACCESS, THREADS>(tile_v, work.v, key, block.k_len, shape.head_dim_v, thread);
         }
         cp_async_commit();
     }
@@ -179,73 +167,41 @@ private:
         }
     }
 
-    __device__ void read_q(uint32_t (&q)[ATOMS_M][4], int step) const {
-        const ReaderQ reader_q(warp * WARP_M, lane);
-#pragma unroll
-        for (int i = 0; i < ATOMS_M; ++i) {
-            reader_q.read(q[i], shared + TileQ::panel(step * 16), i, step % (TileQ::PANEL_COLS / 16));
-        }
-    }
-
-    // The fragments of the next atoms are on their way while the tensor cores work on these.
     __device__ void multiply_qk(Scores& scores, uint32_t tile_k) const {
-        constexpr int STEPS = Tile::HEAD_DIM / 16, PAIRS = ATOMS_N / 2;
+        const ReaderQ reader_q(warp * WARP_M, lane);
         const ReaderK reader_k(0, lane);
-        uint32_t q[ATOMS_M][4], k[2][4];
-        auto read_k = [&](int step, int pair) {
-            reader_k.read(k[(step * PAIRS + pair) % 2], tile_k + TileK::panel(step * 16), pair,
-                          step % (TileK::PANEL_COLS / 16));
-        };
-        read_k(0, 0);
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            read_q(q, step);
+        for (int step = 0; step < Tile::HEAD_DIM / 16; ++step) {
+            uint32_t q[ATOMS_M][4];
 #pragma unroll
-            for (int pair = 0; pair < PAIRS; ++pair) {
-                if (pair + 1 < PAIRS) read_k(step, pair + 1);
-                else if (step + 1 < STEPS) read_k(step + 1, 0);
-                const uint32_t(&b)[4] = k[(step * PAIRS + pair) % 2];
+            for (int i = 0; i < ATOMS_M; ++i) {
+                reader_q.read(q[i], shared + TileQ::panel(step * 16), i, step % (TileQ::PANEL_COLS / 16));
+            }
+#pragma unroll
+            for (int pair = 0; pair < ATOMS_N / 2; ++pair) {
+                uint32_t k[4];
+                reader_k.read(k, tile_k + TileK::panel(step * 16), pair, step % (TileK::PANEL_COLS / 16));
 #pragma unroll
                 for (int i = 0; i < ATOMS_M; ++i) {
-                    MmaAtom<T>::multiply(scores[i][2 * pair], q[i], b[0], b[1]);
-                    MmaAtom<T>::multiply(scores[i][2 * pair + 1], q[i], b[2], b[3]);
+                    MmaAtom<T>::multiply(scores[i][2 * pair], q[i], k[0], k[1]);
+                    MmaAtom<T>::multiply(scores[i][2 * pair + 1], q[i], k[2], k[3]);
                 }
             }
         }
     }
 
-    // Accumulators of two atoms are the fragment of one.
-    static __device__ void pack(Weights& weights, const Scores& scores) {
-#pragma unroll
-        for (int i = 0; i < ATOMS_M; ++i) {
-#pragma unroll
-            for (int part = 0; part < 2 * ATOMS_N; ++part) {
-                const float(&w)[4] = scores[i][part / 2];
-                weights[i][part / 4][part % 4] = pack_pair<T>(w[part % 2 * 2], w[part % 2 * 2 + 1]);
-            }
-        }
-    }
-
     __device__ void multiply_pv(const Weights& weights, uint32_t tile_v) {
-        constexpr int STEPS = BLOCK_N / 16, PAIRS = ATOMS_V / 2;
         const ReaderV reader_v(0, lane);
-        uint32_t v[2][4];
-        auto read_v = [&](int step, int pair) {
-            reader_v.read(v[(step * PAIRS + pair) % 2], tile_v + TileV::panel(pair * 16),
-                          pair % (TileV::PANEL_COLS / 16), step);
-        };
-        read_v(0, 0);
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
+        for (int step = 0; step < BLOCK_N / 16; ++step) {
 #pragma unroll
-            for (int pair = 0; pair < PAIRS; ++pair) {
-                if (pair + 1 < PAIRS) read_v(step, pair + 1);
-                else if (step + 1 < STEPS) read_v(step + 1, 0);
-                const uint32_t(&b)[4] = v[(step * PAIRS + pair) % 2];
+            for (int pair = 0; pair < ATOMS_V / 2; ++pair) {
+                uint32_t v[4];
+                reader_v.read(v, tile_v + TileV::panel(pair * 16), pair % (TileV::PANEL_COLS / 16), step);
 #pragma unroll
                 for (int i = 0; i < ATOMS_M; ++i) {
-                    MmaAtom<T>::multiply(acc[i][2 * pair], weights[i][step], b[0], b[1]);
-                    MmaAtom<T>::multiply(acc[i][2 * pair + 1], weights[i][step], b[2], b[3]);
+                    MmaAtom<T>::multiply(acc[i][2 * pair], weights[i][step], v[0], v[1]);
+                    MmaAtom<T>::multiply(acc[i][2 * pair + 1], weights[i][step], v[2], v[3]);
                 }
             }
         }

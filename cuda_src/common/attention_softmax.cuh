@@ -62,6 +62,18 @@ template <class T, int kScore> struct RowScore {
     }
 };
 
+template <class T> __device__ inline uint32_t pack_pair(float low, float high);
+template <> __device__ inline uint32_t pack_pair<__half>(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+template <> __device__ inline uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 // The running state of a thread's rows. The maximum is that of the scores times `scale` (log2(e) and all), the sum is
 // the thread's own share of the row.
 template <int ATOMS_M> struct OnlineSoftmax {
@@ -77,8 +89,10 @@ template <int ATOMS_M> struct OnlineSoftmax {
     }
 
     // Turns scores into weights, relative to the new maximum, and brings the sums and `acc` to it. `scale` is positive.
-    template <int ATOMS_N, int ATOMS_V>
-    __device__ void step(float (&scores)[ATOMS_M][ATOMS_N][4], float (&acc)[ATOMS_M][ATOMS_V][4], float scale) {
+    // Accumulators of two atoms are one fragment of the product with v.
+    template <class T, int ATOMS_N, int ATOMS_V>
+    __device__ void step(const float (&scores)[ATOMS_M][ATOMS_N][4], uint32_t (&weights)[ATOMS_M][ATOMS_N / 2][4],
+                         float (&acc)[ATOMS_M][ATOMS_V][4], float scale) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int e = r % 2 * 2;
@@ -102,9 +116,10 @@ template <int ATOMS_M> struct OnlineSoftmax {
 #pragma unroll
             for (int j = 0; j < ATOMS_N; ++j) {
                 // A product and a difference, not a fused one: the weight of the maximum is 1 to the bit.
-                scores[r / 2][j][e] = exp2_fast(__fmul_rn(scores[r / 2][j][e], scale) - base);
-                scores[r / 2][j][e + 1] = exp2_fast(__fmul_rn(scores[r / 2][j][e + 1], scale) - base);
-                sum[r] += scores[r / 2][j][e] + scores[r / 2][j][e + 1];
+                const float low = exp2_fast(__fmul_rn(scores[r / 2][j][e], scale) - base);
+                const float high = exp2_fast(__fmul_rn(scores[r / 2][j][e + 1], scale) - base);
+                weights[r / 2][j / 2][j % 2 * 2 + r % 2] = pack_pair<T>(low, high);
+                sum[r] += low + high;
             }
         }
     }
