@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rawops import _gemm_choices, _gemm_config, _gemm_repack, _gemm_sm90
+from rawops import _gemm_choices, _gemm_config, _gemm_gemv, _gemm_repack, _gemm_sm90
 from rawops._gemm_config import ACTIVATIONS, CALL, DTYPES, KERNELS, REDUCE, SCALAR_TYPES, Config, Problem
 from rawops._gemm_operands import (
     ROLES,
@@ -374,6 +374,10 @@ class Product:
         if isinstance(tuned, _gemm_sm90.Config):
             return OnHopper(_gemm_sm90.plan(*arguments, config=tuned), shape)
         if tuned is None:
+            if self.is_plain and M == 1 and not tf32 and b_k_major and access_a == access_b == 16:
+                kernel, blocks = _gemm_gemv.plan(device, dtype, out_dtype, activation, sizes.cols)
+                grid = (blocks, 1, min(problem.batches, _MAX_GRID_Z))
+                return OneKernel(kernel, grid, (_gemm_gemv.THREADS, 1, 1), 0, shape, None)
             on_hopper = self.hopper(request, arguments, further, shape)
             if on_hopper is not None:
                 return on_hopper

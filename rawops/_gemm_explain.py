@@ -94,6 +94,9 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
     activation = ACTIVATIONS.index(options.activation)
     problem, layouts = _sm80_problem(options, described, sizes, extents)
     kernels = [launch.kernel for launch in device.launches]
+    if any("gemv" in kernel for kernel in kernels):
+        found.why.append("One row: a kernel that streams b, with K shared among warps until every SM is busy.")
+        return
     if any("repack" in kernel for kernel in kernels):
         found.why.append("Operands off the 16-byte boundaries are copied first: for this size that pays.")
         _, described = _gemm_repack.plan(device, problem, described, layouts, extents)

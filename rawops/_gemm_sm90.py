@@ -33,9 +33,8 @@ _COST_OF_A = 32
 _COST_OF_TILE = 300
 _MEMORY_BYTES = 9800  # that all SMs together take in from the memory, and
 _SM_BYTES = 180  # one from the L2, twice as much where most others are idle
-_COST_OF_MISSING_ROW = 5  # of a, which TMA fills with zeros
 _LATENCY = 550  # of a stage under way
-_COST_OF_CLUSTER = 300  # its barrier, and the way of the partial sums to other SMs, at
+_COST_OF_CLUSTER = 250  # its barrier, and the way of the partial sums to other SMs, at
 _CLUSTER_BYTES = 80
 _COST_OF_RIDING = 10  # of lora_a's columns, beyond their number
 _COST_OF_READING = 900  # the launch of the product that makes x @ a first
@@ -280,8 +279,7 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
         k_block = columns + _COST_OF_A
     else:
         sm_bytes = _SM_BYTES if config.blocks > sm_count // 8 else 2 * _SM_BYTES
-        missing = (config.block_m - rows) * _COST_OF_MISSING_ROW
-        k_block = max((columns + rows) * _SPAN // sm_bytes, _LATENCY // max(config.stages, 1), missing)
+        k_block = max((columns + config.block_m) * _SPAN // sm_bytes, _LATENCY // max(config.stages, 1))
     main_loop = -(-problem.k_blocks // cluster) * k_block
     slices = problem.rank // 16
     finish = _COST_OF_TILE + slices * (config.block_n // cluster * config.block_m // 128 + _COST_OF_SLICE)
@@ -412,7 +410,7 @@ def tensor_maps(device, operands: dict, problem: Problem, config: Config, sizes:
     """Return a function from the addresses of a, b and out to the kernel's GemmMaps; `sizes` are M, N, K."""
     (M, N, K), (a, b, out) = sizes, (operands[role] for role in ("a", "b", "out"))
     b_rows = config.block_n // problem.parts if problem.b_k_major else 64
-    a_rows = config.block_m if problem.a_k_major else 64
+    a_rows = min(config.block_m, -(-M // 8) * 8) if problem.a_k_major else 64
     describe = [
         map_of(a, (M, a.row), (K, a.col), problem.a_k_major, a_rows, BLOCK_K, extents),
         map_of(b, (N, b.col), (K, b.row), problem.b_k_major, b_rows, BLOCK_K, extents),

@@ -57,11 +57,35 @@ __device__ inline void load_operand(uint32_t destination, const TensorMap& map, 
     }
 }
 
+// Rows of a's tile that no copy brings, where a has fewer than a tile: the box is as high as a, in eights.
+template <class Tile> __device__ inline int missing_rows(int M) {
+    return Tile::kAKMajor && M < Tile::BLOCK_M ? Tile::BLOCK_M - ceil_div(M, 8) * 8 : 0;
+}
+
+// Their zeros, in every stage, by all consumers: they make rows that are not part of D.
+template <class Tile> __device__ inline void clear_missing_rows(uint32_t ring, int M, const Consumer& self) {
+    constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize;
+    const int begin = (Tile::BLOCK_M - missing_rows<Tile>(M)) * Tile::SPAN;
+    if (begin == Tile::BLOCK_M * Tile::SPAN) return;
+#pragma unroll 1
+    for (int stage = 0; stage < Tile::STAGES; ++stage) {
+#pragma unroll 1
+        for (int at = begin + (self.number * kWarpGroupSize + self.thread) * 16; at < Tile::BLOCK_M * Tile::SPAN;
+             at += THREADS * 16) {
+            const float zeros[4] = {};
+            store_shared(ring + stage * Tile::STAGE_BYTES + at, zeros);
+        }
+    }
+    fence_async_proxy();
+    sync_group<3, THREADS>();
+}
+
 // The producer: one thread that keeps the ring full.
 template <class Tile>
 __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCallOf<Tile>* low_rank,
                                   const Schedule<Tile>& schedule, const Exchange<Tile>& exchange) {
     using LowRank = typename Tile::LowRank;
+    const int bytes = Tile::STAGE_BYTES - missing_rows<Tile>(shape.M) * Tile::SPAN;
     RingPosition<Tile::STAGES> slot;
     uint32_t tile_phase = 1;
 #pragma unroll 1
@@ -74,7 +98,7 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             const uint32_t full = exchange.barriers.full(slot.stage);
             const int k = (schedule.first_block + block) * Tile::BLOCK_K;
             barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
-            barrier_arrive_expect(full, Tile::STAGE_BYTES);
+            barrier_arrive_expect(full, bytes);
             load_operand<Tile::kAKMajor, Tile::BLOCK_M>(stage, maps.a, a, work.m, k, full);
             load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(stage + Tile::A_BYTES, maps.b, b, work.n, k, full,
                                                                      shape.epilogue.cols);
@@ -195,6 +219,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
     uint32_t tile_phase = 0;
     RingPosition<Tile::STAGES> slot;
     slot.skip(begin * k_blocks);
+    clear_missing_rows<Tile>(exchange.ring, params.shape.M, self);
 #pragma unroll 1
     for (int index = schedule.first + begin * schedule.step; index < schedule.count; index += TURNS * schedule.step) {
         typename Tile::Accumulators acc;

@@ -54,6 +54,7 @@ struct HopperTile {
     using Accumulators = float[ATOMS_M][BLOCK_N / 2];
     using Finished = float[ATOMS_M][SHARE * PARTS / 2];
 
+    static constexpr int SPAN = BLOCK_K * 2;  // bytes of a row of an operand
     static constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2;
     static constexpr int STAGE_BYTES = A_BYTES + B_BYTES + (LowRank::kRides ? LowRank::RANK * BLOCK_K * 2 : 0);
     // D leaves in boxes as wide as the swizzle, so that staging it is free of bank conflicts.

@@ -1,0 +1,102 @@
+// A single row times a matrix, D = a @ b with M = 1, where b is contiguous along K: at the speed at which the memory
+// delivers b. It is read once and shared with nobody: what matters is that every SM has enough wide loads on the way,
+// whatever the shape. Sums are float32 (float64 for float64), in a fixed order. blockIdx.z is the batch.
+#include "common/gemm_problem.cuh"
+
+namespace rawops {
+
+// Elements that lie next to each other along K, 16 bytes of them.
+template <class T> struct Run {
+    static constexpr int LENGTH = 16 / int(sizeof(T));
+    Vector<T, LENGTH> values;
+
+    // `valid` of them exist, and nothing behind is read.
+    __device__ void load(const T* source, int valid) {
+        if (valid >= LENGTH) {
+            values = *reinterpret_cast<const Vector<T, LENGTH>*>(source);
+        } else {
+#pragma unroll
+            for (int i = 0; i < LENGTH; ++i) values.data[i] = i < valid ? source[i] : narrow<T>(Accumulator<T>(0));
+        }
+    }
+    __device__ Accumulator<T> operator[](int i) const { return widen(values.data[i]); }
+};
+
+// SPLIT warps share the K of a group of columns (of swiglu, one of gate and one of up), and each
+// has the loads of UNROLL steps under way.
+template <class T, class Out, int SPLIT, int UNROLL, int kActivation>
+__global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams params) {
+    using Epilogue = Epilogue<T, Out, kActivation>;
+    using V = Accumulator<T>;
+    using Chunk = Run<T>;
+    constexpr int WIDTH = Epilogue::WIDTH, COLUMNS = Epilogue::kGated ? 2 * WIDTH : WIDTH, RUN = Chunk::LENGTH;
+    constexpr int GROUPS = 256 / kWarpSize / SPLIT;               // of a block
+    constexpr int EXTENT = SPLIT * kWarpSize * RUN;               // of K in a step of all its warps
+    __shared__ V partial[GROUPS][SPLIT][COLUMNS];
+    const GemmShape& shape = params.shape;
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, cols = shape.epilogue.cols;
+    const int group = warp / SPLIT, n = (int(blockIdx.x) * GROUPS + group) * WIDTH;
+    const V alpha = V(params.call.alpha.read());
+    const int K = alpha == V(0) ? 0 : shape.K;  // 0: a and b are not read
+
+    for (int batch = blockIdx.z; batch < shape.batches; batch += gridDim.z) {
+        int index[3];
+        shape.batch_index(batch, index);
+        const T* a = static_cast<const T*>(params.call.a) + shape.a.offset(index);
+        const T* b = static_cast<const T*>(params.call.b) + shape.b.offset(index);
+        const T* columns[COLUMNS];  // those past the last one repeat it
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) {
+            columns[i] = b + (min_of(n + i % WIDTH, cols - 1) + (i < WIDTH ? 0 : cols)) * shape.b.col;
+        }
+        V sum[COLUMNS] = {};
+        auto add = [&](const Chunk& x, const Chunk (&y)[COLUMNS]) {
+#pragma unroll
+            for (int i = 0; i < COLUMNS; ++i) {
+#pragma unroll
+                for (int j = 0; j < RUN; ++j) sum[i] += x[j] * y[i][j];
+            }
+        };
+        auto load = [&](Chunk& x, Chunk (&y)[COLUMNS], int k, int valid) {
+            x.load(a + k, valid);
+#pragma unroll
+            for (int i = 0; i < COLUMNS; ++i) y[i].load(columns[i] + k, valid);
+        };
+        int k = (warp % SPLIT * kWarpSize + lane) * RUN;
+#pragma unroll 1
+        for (; k + (UNROLL - 1) * EXTENT + RUN <= K; k += UNROLL * EXTENT) {
+            Chunk x[UNROLL], y[UNROLL][COLUMNS];
+#pragma unroll
+            for (int i = 0; i < UNROLL; ++i) load(x[i], y[i], k + i * EXTENT, RUN);
+#pragma unroll
+            for (int i = 0; i < UNROLL; ++i) add(x[i], y[i]);
+        }
+#pragma unroll 1
+        for (; k < K; k += EXTENT) {
+            Chunk x, y[COLUMNS];
+            load(x, y, k, K - k);
+            add(x, y);
+        }
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) {
+#pragma unroll
+            for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+                sum[i] += __shfl_xor_sync(~0u, sum[i], distance);
+            }
+            if (lane == 0) partial[group][warp % SPLIT][i] = sum[i];
+        }
+        __syncthreads();
+        if (lane == 0 && warp % SPLIT == 0) {
+            V value[WIDTH] = {}, up[WIDTH] = {};
+#pragma unroll
+            for (int i = 0; i < SPLIT * WIDTH; ++i) {
+                value[i % WIDTH] += partial[group][i / WIDTH][i % WIDTH];
+                up[i % WIDTH] += partial[group][i / WIDTH][COLUMNS - WIDTH + i % WIDTH];
+            }
+            Epilogue(params.call.epilogue, shape.epilogue, index, alpha).finish(0, n, value, up);
+        }
+        __syncthreads();
+    }
+}
+
+}  // namespace rawops
