@@ -24,7 +24,7 @@ public:
     using T = typename Shape::T;
     using Tile = typename Shape::Tile;
     using Place = rawops::Place<Tile::TOKENS>;
-    using Rows = ItemRows<Sequence<Tile::TOKENS>>;
+    using Rows = ItemRows<Tile::TOKENS, Shape::kRagged>;
     static constexpr int STEPS = Shape::HEAD_DIM / 16, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
 
     __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, uint4* queries_, char* rings)
@@ -50,9 +50,10 @@ public:
         for (int done = 0; done < schedule.count;) {
             const int tiles = min_of(place.sequence.tiles - place.tile, schedule.count - done);
             const Rows rows(place.sequence, params.work, place.item);
-            const bool has_tiles = walk(place, rows, tiles, done);
+            Shares shares;
+            const bool has_tiles = walk(place, rows, tiles, done, shares);
             end.leave(state, read, has_tiles, rows.count);
-            end.meet(rows, schedule.shares(params.work, place, done));
+            end.meet(rows, shares);
             done += tiles;
             place.advance(params.work, capacity, tiles);
         }
@@ -62,7 +63,7 @@ public:
 private:
     const PagedParams& params;
     uint4* queries;  // A fragments of the item's rows, by step and lane
-    ItemEnd<T, Tile, WARPS> end;
+    ItemEnd<T, Tile, WARPS, Shape::kRagged> end;
     const int warp, lane, capacity;
     const Schedule<Tile::TOKENS> schedule;
     const uint32_t ring;
@@ -74,16 +75,11 @@ private:
 
     // --- the ring ---
 
-    __device__ int first_token(const Place& place) const {
-        return (place.sequence.first_tile + place.tile) * Tile::TOKENS;
-    }
-
     // The page of this lane's token, none if the token is not to be read.
     __device__ int find_page() const {
         if (ahead_left <= 0) return -1;
-        const int token = first_token(ahead) + lane % Tile::TOKENS;
-        const int begin = ahead.sequence.visible(params.work, 0).begin;
-        if (token < begin || token >= ahead.sequence.length) return -1;
+        const int token = ahead.sequence.first_token(ahead.tile) + lane % Tile::TOKENS;
+        if (token < ahead.sequence.first_key || token >= ahead.sequence.length) return -1;
         return params.pool.block_table[ahead.b * params.pool.table_stride + (token >> params.pool.page_shift)];
     }
 
@@ -98,8 +94,9 @@ private:
         for (; empty > 0; --empty) {
             filled = after(filled);
             if (ahead_left > 0) {
-                const int head = ahead.item / ahead.sequence.row_tiles;
-                Tile::fetch(params.pool, filled, ahead_page, first_token(ahead), head, lane);
+                const auto& sequence = ahead.sequence;
+                const int token = sequence.first_token(ahead.tile), head = sequence.head(ahead.item);
+                Tile::fetch(params.pool, filled, ahead_page, token, head, lane);
                 ahead_left -= WARPS;
                 if (ahead_left > 0) ahead.advance(params.work, capacity, WARPS);
                 ahead_page = find_page();
@@ -111,7 +108,7 @@ private:
     // --- the tiles of an item ---
 
     // Adds this warp's share of the item's tiles; false if it has none. The last one's slot is not yet refilled.
-    __device__ bool walk(const Place& place, const Rows& rows, int tiles, int done) {
+    __device__ bool walk(const Place& place, const Rows& rows, int tiles, int done, Shares& shares) {
         Bounds bounds;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -124,11 +121,14 @@ private:
         uint32_t query[ceil_div(STEPS, WARPS)][4];
         read_query(query, rows);
         state.begin();
-        const int first = first_token(place), mine = (warp + WARPS - done % WARPS) % WARPS;
+        const int first = place.sequence.first_token(place.tile), mine = (warp + WARPS - done % WARPS) % WARPS;
 #pragma unroll 1
         for (int tile = mine;; tile += WARPS) {
             refill();
-            if (tile == mine) share_query(query);  // after the copies have started, since the query takes as long
+            if (tile == mine) {  // the copies have started, and take longer than this
+                shares = schedule.shares(params.work, place, done);
+                share_query(query);
+            }
             if (tile >= tiles) break;
             cp_async_wait<STAGES - 1>();
             __syncwarp();

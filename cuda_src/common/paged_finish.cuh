@@ -17,20 +17,23 @@ struct PagedParams {
     int q_in_pairs;  // two neighbours of q can be read at once
 };
 
-// Rows of an item: 16 neighbours among queries x heads of the group.
-template <class Sequence> struct ItemRows {
-    const Sequence& sequence;
+// Rows of an item: 16 neighbours among queries x heads of the group. Not kRagged: of the one query.
+template <int TOKENS, bool kRagged> struct ItemRows {
+    const Sequence<TOKENS>& sequence;
     int group, head_begin, row_begin, count;
 
-    __device__ ItemRows(const Sequence& s, const PagedWork& work, int item)
-        : sequence(s),
-          group(work.group),
-          head_begin(item / s.row_tiles * work.group),
-          row_begin(item % s.row_tiles * kItemRows),
-          count(min_of(s.q_count * work.group - row_begin, kItemRows)) {}
+    __device__ ItemRows(const Sequence<TOKENS>& s, const PagedWork& work, int item)
+        : sequence(s), group(work.group) {
+        const int head = s.head(item);
+        head_begin = head * group;
+        row_begin = (item - head * s.row_tiles) * kItemRows;
+        count = min_of(s.q_count * group - row_begin, kItemRows);
+    }
 
-    __device__ int query(int row) const { return (row_begin + row) / group; }
-    __device__ int head(int row) const { return head_begin + (row_begin + row) % group; }
+    __device__ int query(int row) const { return kRagged ? (row_begin + row) / group : 0; }
+    __device__ int head(int row) const {
+        return head_begin + (kRagged ? (row_begin + row) % group : row_begin + row);
+    }
 };
 
 // What a block leaves of an item that it shares: weighted values, then for each row the largest score and the sum.
@@ -51,6 +54,12 @@ struct Merged {
     float top = minus_infinity(), sum = 0, value[4] = {};
 
     __device__ float base() const { return top == minus_infinity() ? 0 : top; }
+    __device__ void raise(float high) {
+        const float factor = exp2_fast(top - (high == minus_infinity() ? 0 : high));
+        top = high;
+        sum *= factor;
+        for (float& x : value) x *= factor;
+    }
     __device__ void add(float term_top, float term_sum, const float4& term) {
         const float factor = exp2_fast(term_top - base());
         sum = fmaf(term_sum, factor, sum);
@@ -61,9 +70,9 @@ struct Merged {
     }
 };
 
-template <class T, class Tile, int WARPS> class ItemEnd {
+template <class T, class Tile, int WARPS, bool kRagged> class ItemEnd {
 public:
-    using Rows = ItemRows<Sequence<Tile::TOKENS>>;
+    using Rows = ItemRows<Tile::TOKENS, kRagged>;
     using Slot = PartialSlot<Tile::HEAD_DIM>;
     using Sums = ChunkTile<Tile::HEAD_DIM / 4>;  // a warp's float32 sums
     static constexpr int GROUPS = Tile::HEAD_DIM / 4;
@@ -142,35 +151,45 @@ private:
         return merged;
     }
 
-    // In the order of the blocks, whichever came last.
+    // In the order of the blocks, whichever came last. Those of a batch are read at once; past the end, the last again.
     __device__ Merged of_blocks(const Shares& shares, int row, int group) const {
+        constexpr int BATCH = 12;
         Merged merged;
-#pragma unroll 4
-        for (int i = 0; i < shares.count; ++i) {
-            merged.top = fmaxf(merged.top, __ldcg(partial(shares, i) + Slot::MAXIMA + row));
-        }
-#pragma unroll 4
-        for (int i = 0; i < shares.count; ++i) {
-            const float* from = partial(shares, i);
-            const float4 term = __ldcg(reinterpret_cast<const float4*>(from) + row * GROUPS + group);
-            merged.add(__ldcg(from + Slot::MAXIMA + row), __ldcg(from + Slot::SUMS + row), term);
+#pragma unroll 1
+        for (int begin = 0; begin < shares.count; begin += BATCH) {
+            float top[BATCH], sum[BATCH];
+            float4 term[BATCH];
+            float high = merged.top;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const float* from = partial(shares, min_of(begin + i, shares.count - 1));
+                top[i] = __ldcg(from + Slot::MAXIMA + row);
+                sum[i] = __ldcg(from + Slot::SUMS + row);
+                term[i] = __ldcg(reinterpret_cast<const float4*>(from) + row * GROUPS + group);
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) high = fmaxf(high, top[i]);
+            merged.raise(high);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                if (begin + i < shares.count) merged.add(top[i], sum[i], term[i]);
+            }
         }
         return merged;
     }
 
     // Whether all other blocks of the item have left their part; the counter is then ready for the next launch.
     __device__ bool is_last(const Shares& shares) {
-        __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
             int* counter = params.counters + shares.first;
+            __threadfence();  // for the whole block, whose stores the barrier put before it
             meeting.is_last = atomicAdd(counter, 1) == shares.count - 1;
             if (meeting.is_last) *counter = 0;
+            __threadfence();
         }
         __syncthreads();
-        const bool result = meeting.is_last;
-        if (result) __threadfence();
-        return result;
+        return meeting.is_last;
     }
 
     __device__ void write(const Rows& rows, int row, int group, const Merged& merged) const {

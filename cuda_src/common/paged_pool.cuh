@@ -83,21 +83,20 @@ private:
         const int row = lane / CHUNKS, chunk = lane % CHUNKS, begin = Layout::offset(row, chunk);
         const int64_t place = page * pool.page_stride + in_page(pool, token) * pool.token_stride + head * pool.head_stride;
         const T* from = static_cast<const T*>(pool.pages) + place;
-        const T* first = from + row * pool.token_stride + chunk * PER_CHUNK;
+        const T* next = from + row * pool.token_stride + chunk * PER_CHUNK;
+        const int64_t stride = kWarpSize / CHUNKS * pool.token_stride;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
+        for (int step = 0; step < STEPS; ++step, next += stride) {
             uint32_t to;
-            const T* key;
             if constexpr (kWholeRows) {
                 to = slot + Layout::moved(begin, step * (kWarpSize / CHUNKS), 0);
-                key = first + step * (kWarpSize / CHUNKS) * pool.token_stride;
             } else {
                 const int index = lane + step * kWarpSize;
                 to = slot + Layout::offset(index / CHUNKS, index % CHUNKS);
-                key = from + index / CHUNKS * pool.token_stride + index % CHUNKS * PER_CHUNK;
+                next = from + index / CHUNKS * pool.token_stride + index % CHUNKS * PER_CHUNK;
             }
-            cp_async<16>(to, key, 16);
-            cp_async<16>(to + VALUES, key + pool.value_offset, 16);
+            cp_async<16>(to, next, 16);
+            cp_async<16>(to + VALUES, next + pool.value_offset, 16);
         }
     }
 

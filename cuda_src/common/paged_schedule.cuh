@@ -26,20 +26,24 @@ struct KeyRange {
 
 template <int TOKENS> struct Sequence {
     int q_begin, q_count, length;
-    int first_tile, tiles, row_tiles, items;
+    int first_key;  // that any query sees; tiles are counted from the one that holds it
+    int tiles, row_tiles, items;
 
-    __device__ Sequence() : q_begin(0), q_count(0), length(0), first_tile(0), tiles(0), row_tiles(0), items(0) {}
+    __device__ Sequence() : q_begin(0), q_count(0), length(0), first_key(0), tiles(0), row_tiles(0), items(0) {}
     __device__ Sequence(const PagedWork& work, int b, int capacity) : q_begin(b), q_count(1) {
         if (work.cu_seqlens_q) {
             q_begin = clamp(work.cu_seqlens_q[b], 0, work.total_q);
             q_count = clamp(work.cu_seqlens_q[b + 1], q_begin, work.total_q) - q_begin;
         }
         length = clamp(work.seq_lens[b], 0, capacity);
-        first_tile = visible(work, 0).begin / TOKENS;
-        tiles = max_of(ceil_div(length, TOKENS) - first_tile, 1);  // one for no keys: the result is to be written
+        first_key = visible(work, 0).begin;
+        tiles = max_of(ceil_div(length, TOKENS) - first_key / TOKENS, 1);  // one for no keys: zeros are to be written
         row_tiles = ceil_div(q_count * work.group, kItemRows);
         items = work.kv_heads * row_tiles;
     }
+
+    __device__ int first_token(int tile) const { return (first_key / TOKENS + tile) * TOKENS; }
+    __device__ int head(int item) const { return row_tiles == 1 ? item : item / row_tiles; }
 
     // What query i sees: the window lies round the key that is as far from the last as the query from the last.
     __device__ KeyRange visible(const PagedWork& work, int i) const {
