@@ -1,57 +1,155 @@
-// New keys and values into their pages: a thread moves one 16-byte chunk (or one element) of both.
+// New keys and values into their pages, in one launch: rotated (RoPE) and rounded to 8 bits on the way, if so asked.
+// A thread takes one 16-byte chunk, or one element, of a token's key and value; with RoPE others take the queries.
+#include "common/paged_convert.cuh"
 #include "common/paged_pool.cuh"
 
 namespace rawops {
 
-// Rows of new keys or values: strides in elements.
-struct NewRows {
+// Rows of tokens and heads: strides in elements.
+struct Rows {
     const void* rows;
     int64_t token_stride, head_stride, dim_stride;
+
+    template <class T> __device__ T* at(int token, int head) const {
+        return static_cast<T*>(const_cast<void*>(rows)) + token * token_stride + head * head_stride;
+    }
+};
+
+// Cosines and sines (positions, half), float32; half pairs of columns are turned: neighbours if interleaved, else
+// column i and column i + half.
+struct Rotation {
+    const float *cos, *sin;
+    int64_t stride;
+    int positions, half, interleaved, q_heads;
 };
 
 struct AppendParams {
-    NewRows k, v;
+    Rows k, v, q, q_out;
     PagePool pool;
+    Rotation rotation;
     const int *positions, *sequence_ids;  // no sequence_ids: token i is of sequence i
     int tokens, heads, batch;
 };
 
-// Where a token goes, from the pool's beginning; negative for nowhere.
-__device__ inline int64_t find_slot(const AppendParams& params, int token) {
-    const PagePool& pool = params.pool;
-    const int position = params.positions[token];
-    const int sequence = params.sequence_ids ? params.sequence_ids[token] : token;
-    if (position < 0 || position >> pool.page_shift >= pool.max_pages) return -1;
-    if (sequence < 0 || sequence >= params.batch) return -1;
-    const int page = pool.block_table[sequence * pool.table_stride + (position >> pool.page_shift)];
-    return page < 0 || page >= pool.num_pages ? -1 : int64_t(page) << pool.page_shift | (position & ((1 << pool.page_shift) - 1));
+// The page and the slot in it that a token goes to; no page if it is to be skipped.
+struct SlotOf {
+    int page = -1, slot = 0;
+
+    __device__ SlotOf(const AppendParams& params, int token, int position) {
+        const PagePool& pool = params.pool;
+        const int sequence = params.sequence_ids ? params.sequence_ids[token] : token;
+        const int column = position >> pool.page_shift;
+        if (column >= pool.max_pages || sequence < 0 || sequence >= params.batch) return;
+        slot = position & ((1 << pool.page_shift) - 1);
+        page = pool.block_table[sequence * pool.table_stride + column];
+        if (page >= pool.num_pages) page = -1;
+    }
+};
+
+// COUNT neighbours of a row as floats.
+template <class T, int COUNT> struct Piece {
+    float value[COUNT];
+
+    __device__ void read(const T* row, int column, int64_t stride) {
+        const auto piece = *reinterpret_cast<const Vector<T, COUNT>*>(row + column * stride);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) value[i] = widen(piece.data[i]);
+    }
+    __device__ void write(T* row, int column, int64_t stride) const {
+        Vector<T, COUNT> piece;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) piece.data[i] = narrow<T>(value[i]);
+        *reinterpret_cast<Vector<T, COUNT>*>(row + column * stride) = piece;
+    }
+
+    // Turns the columns from `column` on by the angles of a position.
+    __device__ void rotate(const T* row, int column, int64_t stride, const Rotation& rotation, int position) {
+        const float *cos = rotation.cos + position * rotation.stride, *sin = rotation.sin + position * rotation.stride;
+        if (column >= 2 * rotation.half) return;
+        if (rotation.interleaved) {
+            float own[COUNT];
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) own[i] = value[i];
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const int at = column + i, pair = at / 2;
+                const float other = COUNT > 1 ? own[i ^ (COUNT > 1)] : widen(row[(at ^ 1) * stride]);
+                value[i] = turned(own[i], other, cos[pair], sin[pair], at % 2);
+            }
+        } else {
+            const bool second = column >= rotation.half;
+            Piece other;
+            other.read(row, second ? column - rotation.half : column + rotation.half, stride);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const int pair = column + i - (second ? rotation.half : 0);
+                value[i] = turned(value[i], other.value[i], cos[pair], sin[pair], second);
+            }
+        }
+    }
+
+    static __device__ float turned(float own, float other, float cos, float sin, bool second) {
+        return fmaf(own, cos, second ? other * sin : -other * sin);
+    }
+
+    // In units of a scale, saturating, ties to even; all is 0 where the scale is.
+    template <class Stored> __device__ void write_bytes(Stored* row, int column, int64_t stride, float scale) const {
+        Vector<unsigned char, COUNT> bytes;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            bytes.data[i] = ByteFormat<Stored>::from_float(scale == 0 ? 0 : value[i] / scale);
+        }
+        *reinterpret_cast<Vector<unsigned char, COUNT>*>(row + column * stride) = bytes;
+    }
+};
+
+template <class T, int COUNT> __device__ inline void copy(T* to, const T* from) {
+    *reinterpret_cast<Vector<T, COUNT>*>(to) = *reinterpret_cast<const Vector<T, COUNT>*>(from);
 }
 
-template <class T, int ACCESS>
+template <class T, class Stored, int ACCESS, bool kRotated>
 __global__ void __launch_bounds__(128) paged_append(const __grid_constant__ AppendParams params) {
-    constexpr int PIECE = ACCESS / int(sizeof(T));
+    constexpr int COUNT = ACCESS / int(sizeof(T));
+    using Piece = Piece<T, COUNT>;
     const PagePool& pool = params.pool;
-    const int pieces = ceil_div(pool.head_dim, PIECE);
+    const Rotation& rotation = params.rotation;
+    const int pieces = ceil_div(pool.head_dim, COUNT), heads = params.heads + (kRotated ? rotation.q_heads : 0);
     const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = index / pieces;
-    const int token = int(row / params.heads), head = int(row % params.heads), column = int(index % pieces) * PIECE;
+    const int token = int(row / heads), head = int(row % heads), column = int(index % pieces) * COUNT;
     if (token >= params.tokens) return;
-    const int64_t slot = find_slot(params, token);
-    if (slot < 0) return;
-    const int64_t page = slot >> pool.page_shift, in_page = slot & ((1 << pool.page_shift) - 1);
-    T* to = static_cast<T*>(const_cast<void*>(pool.pages)) + page * pool.page_stride + in_page * pool.token_stride +
-            head * pool.head_stride + column * pool.dim_stride;
-    auto from = [&](const NewRows& rows) {
-        return static_cast<const T*>(rows.rows) + token * rows.token_stride + head * rows.head_stride +
-               column * rows.dim_stride;
-    };
-    const T *k = from(params.k), *v = from(params.v);
-    if (column + PIECE <= pool.head_dim) {
-        using Piece = Vector<T, PIECE>;
-        const Piece key = *reinterpret_cast<const Piece*>(k), value = *reinterpret_cast<const Piece*>(v);
-        *reinterpret_cast<Piece*>(to) = key;
-        *reinterpret_cast<Piece*>(to + pool.value_offset) = value;
-    } else {  // the tail of a head_dim that chunks do not divide
-        for (int i = 0; column + i < pool.head_dim; ++i) to[i] = k[i], to[pool.value_offset + i] = v[i];
+    const int position = params.positions[token];
+    if (position < 0 || (kRotated && position >= rotation.positions)) return;
+    if (kRotated && head >= params.heads) {
+        const T* from = params.q.at<const T>(token, head - params.heads);
+        Piece query;
+        query.read(from, column, params.q.dim_stride);
+        query.rotate(from, column, params.q.dim_stride, rotation, position);
+        query.write(params.q_out.at<T>(token, head - params.heads), column, params.q_out.dim_stride);
+        return;
+    }
+    const SlotOf place(params, token, position);
+    if (place.page < 0) return;
+    const T *k = params.k.at<const T>(token, head), *v = params.v.at<const T>(token, head);
+    Stored* to = static_cast<Stored*>(const_cast<void*>(pool.pages)) + place.page * pool.page_stride +
+                 place.slot * pool.token_stride + head * pool.head_stride;
+    if (column + COUNT > pool.head_dim) {  // the tail of a head_dim that chunks do not divide: copied alone
+        if constexpr (is_same<T, Stored>) {
+            for (int i = column; i < pool.head_dim; ++i) to[i] = k[i], to[pool.value_offset + i] = v[i];
+        }
+        return;
+    }
+    Piece key, value;
+    key.read(k, column, params.k.dim_stride);
+    value.read(v, column, params.v.dim_stride);
+    if constexpr (kRotated) key.rotate(k, column, params.k.dim_stride, rotation, position);
+    if constexpr (is_same<T, Stored>) {
+        if constexpr (kRotated) key.write(to, column, pool.dim_stride);
+        else copy<T, COUNT>(to + column * pool.dim_stride, k + column * params.k.dim_stride);
+        copy<T, COUNT>(to + pool.value_offset + column * pool.dim_stride, v + column * params.v.dim_stride);
+    } else {
+        const int64_t at = place.page * pool.scale_page + head * pool.scale_head;
+        key.write_bytes(to, column, pool.dim_stride, pool.k_scale ? pool.k_scale[at] : 1.0f);
+        value.write_bytes(to + pool.value_offset, column, pool.dim_stride, pool.v_scale ? pool.v_scale[at] : 1.0f);
     }
 }
 

@@ -9,9 +9,10 @@
 
 namespace rawops {
 
-template <class T_, int HEAD_DIM_, int ACCESS, int WARPS_, int STAGES_, int BLOCKS_, bool kRagged_> struct PagedShape {
+template <class T_, class Stored, int HEAD_DIM_, int ACCESS, int WARPS_, int STAGES_, int BLOCKS_, bool kRagged_>
+struct PagedShape {
     using T = T_;
-    using Tile = TokenTile<T_, HEAD_DIM_, ACCESS>;
+    using Tile = TokenTile<Stored, HEAD_DIM_, ACCESS>;
     static constexpr int HEAD_DIM = HEAD_DIM_, WARPS = WARPS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
     static constexpr int THREADS = WARPS * kWarpSize;
     static constexpr bool kRagged = kRagged_;
@@ -23,7 +24,7 @@ template <class Shape> class PagedBlock {
 public:
     using T = typename Shape::T;
     using Tile = typename Shape::Tile;
-    using Place = rawops::Place<Tile::TOKENS>;
+    using Place = rawops::Place<Tile::TOKENS, Shape::kRagged>;
     using Rows = ItemRows<Tile::TOKENS, Shape::kRagged>;
     static constexpr int STEPS = Shape::HEAD_DIM / 16, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
 
@@ -49,7 +50,7 @@ public:
         Place place = schedule.begin;
         for (int done = 0; done < schedule.count;) {
             const int tiles = min_of(place.sequence.tiles - place.tile, schedule.count - done);
-            const Rows rows(place.sequence, params.work, place.item);
+            const Rows rows(place, params.work);
             Shares shares;
             const bool has_tiles = walk(place, rows, tiles, done, shares);
             end.leave(state, read, has_tiles, rows.count);
@@ -65,7 +66,7 @@ private:
     uint4* queries;  // A fragments of the item's rows, by step and lane
     ItemEnd<T, Tile, WARPS, Shape::kRagged> end;
     const int warp, lane, capacity;
-    const Schedule<Tile::TOKENS> schedule;
+    const Schedule<Tile::TOKENS, WARPS, Shape::kRagged> schedule;
     const uint32_t ring;
     uint32_t read, filled;  // the slots that were read and filled last
     int empty;              // how many from the one after `filled` on wait for a tile
@@ -94,9 +95,8 @@ private:
         for (; empty > 0; --empty) {
             filled = after(filled);
             if (ahead_left > 0) {
-                const auto& sequence = ahead.sequence;
-                const int token = sequence.first_token(ahead.tile), head = sequence.head(ahead.item);
-                Tile::fetch(params.pool, filled, ahead_page, token, head, lane);
+                const int token = ahead.sequence.first_token(ahead.tile);
+                Tile::fetch(params.pool, filled, ahead_page, token, ahead.head, lane);
                 ahead_left -= WARPS;
                 if (ahead_left > 0) ahead.advance(params.work, capacity, WARPS);
                 ahead_page = find_page();
@@ -114,7 +114,7 @@ private:
         for (int r = 0; r < 2; ++r) {
             const int row = lane / 4 + r * 8, i = rows.query(row);
             const bool exists = row < rows.count;
-            bounds.seen[r] = exists ? place.sequence.visible(params.work, i) : KeyRange{0, kUnlimited};
+            bounds.seen[r] = exists ? place.sequence.visible(params.work, i) : KeyRange{0, 1 << 30};
             bounds.position[r] = i + place.sequence.length - place.sequence.q_count;
             bounds.slope[r] = exists && params.rule.alibi_slopes ? params.rule.alibi_slopes[rows.head(row)] * kLog2E : 0;
         }
@@ -141,25 +141,19 @@ private:
         return mine < tiles;
     }
 
-    // This warp's steps of the item's A fragments: lane 4 g + t has columns 16 step + 2 t and one more, and the same 8
-    // on, of rows g and g + 8.
+    // This warp's steps of the item's A fragments: lane 4 g + t has two pairs of columns of rows g and g + 8.
     __device__ void read_query(uint32_t (&query)[ceil_div(STEPS, WARPS)][4], const Rows& rows) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = lane / 4 + r * 8;
-            const int64_t i = rows.sequence.q_begin + rows.query(row), head = rows.head(row);
+            const int64_t i = rows.q_begin + rows.query(row), head = rows.head(row);
             const uint16_t* from = static_cast<const uint16_t*>(params.q) + i * params.q_row + head * params.q_head;
 #pragma unroll
             for (int part = 0; part < ceil_div(STEPS, WARPS) * 2; ++part) {
-                const int column = (warp + part / 2 * WARPS) * 16 + part % 2 * 8 + lane % 4 * 2;
+                const int step = warp + part / 2 * WARPS;
+                const int column = step * 16 + Fragments<T, Tile>::query_column(part % 2 * 2, lane);
                 const int count = row < rows.count ? params.pool.head_dim - column : 0;
-                uint32_t pair = 0;
-                if (params.q_in_pairs) {
-                    if (count > 0) pair = *reinterpret_cast<const uint32_t*>(from + column);
-                } else {
-                    if (count > 0) pair = from[column * params.q_dim];
-                    if (count > 1) pair |= uint32_t(from[(column + 1) * params.q_dim]) << 16;
-                }
+                const uint32_t pair = count > 0 ? *reinterpret_cast<const uint32_t*>(from + column) : 0;
                 query[part / 2][part % 2 * 2 + r] = pair;
             }
         }
@@ -175,10 +169,10 @@ private:
     }
 };
 
-template <class T, int HEAD_DIM, int ACCESS, int WARPS, int STAGES, int BLOCKS, bool kRagged>
+template <class T, class Stored, int HEAD_DIM, int ACCESS, int WARPS, int STAGES, int BLOCKS, bool kRagged>
 __global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS)
     paged_attention(const __grid_constant__ PagedParams params) {
-    using Shape = PagedShape<T, HEAD_DIM, ACCESS, WARPS, STAGES, BLOCKS, kRagged>;
+    using Shape = PagedShape<T, Stored, HEAD_DIM, ACCESS, WARPS, STAGES, BLOCKS, kRagged>;
     extern __shared__ __align__(128) char rings[];
     __shared__ Meeting<WARPS> meeting;
     __shared__ uint4 queries[HEAD_DIM / 16 * kWarpSize];

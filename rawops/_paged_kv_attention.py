@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from rawops import config
-from rawops._paged_kv_call import Op, Plan, check_vector, in_order, keep_apart
-from rawops._paged_kv_pool import DTYPES, POOL_FIELDS, Pool, check_pages, describe
+from rawops._paged_kv_call import Op, Plan, check_vector, contiguous, in_order, keep_apart
+from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, check_pages, describe, scale_strides
 from rawops._paged_kv_workspace import Workspace, workspace_of_stream
-from rawops._runtime import arrays, checks
+from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-UNLIMITED = 2**31 - 1
+UNLIMITED = 2**30 - 2  # the kernel adds and subtracts it in 32 bits
 _LOG2_E = 1.4426950408889634
 _ROWS = 16  # of an item: one MMA
 _SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
@@ -22,14 +23,13 @@ _MAX_STAGES = 6
 PARAMS = ParamStruct(
     "PagedParams",
     **dict.fromkeys(("q", "out", "lse", "partial", "counters"), "pointer"),
-    **dict.fromkeys(("q_row", "q_head", "q_dim", "out_row", "out_head", "out_dim", "lse_head", "lse_row"), "int64"),
+    **dict.fromkeys(("q_row", "q_head", "out_row", "out_head", "out_dim", "lse_head", "lse_row"), "int64"),
     **POOL_FIELDS,
     **dict.fromkeys(("seq_lens", "cu_seqlens_q"), "pointer"),
     **dict.fromkeys(("batch", "total_q", "kv_heads", "group", "window_left", "window_right"), "int32"),
-    **dict.fromkeys(("num_splits", "min_tiles"), "int32"),
+    **dict.fromkeys(("num_splits", "row_tiles"), "int32"),
     **dict.fromkeys(("scale", "softcap"), "float32"),
     alibi_slopes="pointer",
-    q_in_pairs="int32",
 )
 
 
@@ -42,8 +42,13 @@ class Config:
     blocks: int
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: a stage has 16 tokens of 16-bit keys and values, or 32 of 8-bit ones."""
-        return self.warps * self.stages * 64 * head_dim
+        """Dynamic shared memory, with room for the scales of 8-bit keys and values."""
+        return self.warps * self.stages * _stage_bytes(head_dim)
+
+
+def _stage_bytes(head_dim: int) -> int:
+    """Of 16 tokens with 16-bit keys and values, or 32 with 8-bit ones and their scales."""
+    return 64 * head_dim + 256
 
 
 def select_config(head_dim: int, max_shared_bytes: int) -> Config:
@@ -54,7 +59,7 @@ def select_config(head_dim: int, max_shared_bytes: int) -> Config:
     static = 32 * head_dim + 1024  # queries, and what the warps tell each other
     for warps, blocks in ((4, 2), (4, 1), (2, 1)):
         each = (max_shared_bytes + _SM_RESERVED) // blocks - _SM_RESERVED - static
-        stages = min(each // (warps * 64 * head_dim), _MAX_STAGES)
+        stages = min(each // (warps * _stage_bytes(head_dim)), _MAX_STAGES)
         if stages >= 2:
             return Config(warps, stages, blocks)
     raise AssertionError(f"no ring for head_dim {head_dim} in {max_shared_bytes} bytes")
@@ -62,8 +67,9 @@ def select_config(head_dim: int, max_shared_bytes: int) -> Config:
 
 _CHOICES = {
     "dtype": DTYPES,
+    "kv_dtype": KV_DTYPES,
     "head_dim": HEAD_DIMS,
-    "access": (16, 2),
+    "access": (16, 2, 1),
     "warps": (4, 2),
     "stages": tuple(range(2, _MAX_STAGES + 1)),
     "blocks": (1, 2),
@@ -71,9 +77,9 @@ _CHOICES = {
 }
 
 
-def _smoke(head_dim: int, dtype: str = "float16", access: int = 16, ragged: bool = False) -> dict:
+def _smoke(head_dim: int, dtype: str = "float16", access: int = 16, ragged: bool = False, kv_dtype: str = "") -> dict:
     config = select_config(head_dim, 232448)
-    choices = {"dtype": dtype, "head_dim": head_dim, "access": access, "ragged": ragged}
+    choices = {"dtype": dtype, "kv_dtype": kv_dtype or dtype, "head_dim": head_dim, "access": access, "ragged": ragged}
     return choices | {"warps": config.warps, "stages": config.stages, "blocks": config.blocks}
 
 
@@ -87,6 +93,8 @@ KERNEL = KernelSpec(
         _smoke(128, "bfloat16"),
         _smoke(128, ragged=True),
         _smoke(128, access=2),
+        _smoke(128, kv_dtype="float8_e4m3fn"),
+        _smoke(128, "bfloat16", kv_dtype="int8"),
     ],
     params=PARAMS,
 )
@@ -114,26 +122,29 @@ class Launch:
     strides: tuple
     pool: tuple
     work: tuple
-    q_in_pairs: int
+    copies_q: bool  # q has columns or rows off the 4-byte boundaries
 
     def run(self, device, addresses: tuple, workspace: Workspace) -> None:
-        """Launch with the addresses of q, out, lse, pages, block_table, seq_lens, cu_seqlens_q and alibi_slopes."""
-        q, out, lse, pages, table, lens, cu, slopes = addresses
+        """Launch with the addresses of q, out, lse, and of the others in the order of `OP`."""
+        q, out, lse, pages, table, lens, cu, slopes, *scales = addresses
         partial, counters = workspace.addresses(device, self.partial_floats, self.grid[0])
         packed = PARAMS.pack(
-            *(q, out, lse, partial, counters, *self.strides, pages, table, *self.pool, lens, cu),
-            *(*self.work, slopes, self.q_in_pairs),
+            *(q, out, lse, partial, counters, *self.strides, pages, table, *scales, *self.pool, lens, cu),
+            *(*self.work, slopes),
         )
         self.function.launch(self.grid, self.block, (packed,), self.shared_bytes)
 
 
-def plan_launch(device, function: str, pool: Pool, q, out, ragged: bool, options: Options, q_address: int) -> Launch:
+def plan_launch(
+    device, function: str, pool: Pool, scales: tuple, q, out, ragged: bool, options: Options, q_address: int
+) -> Launch:
     """Choose the kernel and lay out what does not change from call to call."""
     total_q, heads, head_dim = q.shape
     group = heads // pool.num_heads
     padded = next(d for d in HEAD_DIMS if d >= head_dim)
     tile = select_config(padded, device.max_shared_bytes)
-    choices = {"dtype": pool.dtype, "head_dim": padded, "access": pool.access, "ragged": ragged}
+    choices = {"dtype": dtypes.name(q.dtype), "kv_dtype": pool.dtype, "head_dim": padded}
+    choices |= {"access": pool.access, "ragged": ragged}
     choices |= {"warps": tile.warps, "stages": tile.stages, "blocks": tile.blocks}
     row_tiles = -(-total_q * group // _ROWS) + pool.batch if ragged else -(-group // _ROWS) * pool.batch
     items, tiles = pool.num_heads * row_tiles, max(-(-pool.capacity // 16), 1)
@@ -144,21 +155,23 @@ def plan_launch(device, function: str, pool: Pool, q, out, ragged: bool, options
         blocks = items * options.num_splits
     else:
         blocks = max(min(device.sm_count * tile.blocks, items * tiles // tile.warps), 1)
-    q_strides = [s // q.dtype.itemsize for s in q.strides]
+    q_strides, copies_q = [s // q.dtype.itemsize for s in q.strides], False
+    if q_strides[2] != 1 or q_address % 4 or any(x % 2 for x in (head_dim, *q_strides[:2])):
+        even = head_dim + head_dim % 2
+        q_strides, copies_q = [heads * even, even], True
     out_strides = [s // out.dtype.itemsize for s in out.strides] if out is not None else [heads * head_dim, head_dim, 1]
-    in_pairs = q_strides[2] == 1 and not any(x % 2 for x in (head_dim, *q_strides[:2], q_address // 2))
     scale = options.scale if options.scale is not None else 1 / math.sqrt(head_dim)
-    work = (pool.batch, total_q, pool.num_heads, group, *options.window, options.num_splits, tile.warps)
+    work = (pool.batch, total_q, pool.num_heads, group, *options.window, options.num_splits, -(-group // _ROWS))
     return Launch(
         function=KERNEL.kernel(device, **choices),
         grid=(blocks, 1, 1),
         block=(32 * tile.warps, 1, 1),
         shared_bytes=tile.shared_bytes(padded),
         partial_floats=2 * blocks * _ROWS * (padded + 2),
-        strides=(*q_strides, *out_strides, total_q, 1),
-        pool=pool.numbers,
+        strides=(*q_strides[:2], *out_strides, total_q, 1),
+        pool=(*scales, *pool.numbers),
         work=(*work, scale * _LOG2_E, options.softcap),
-        q_in_pairs=int(in_pairs),
+        copies_q=copies_q,
     )
 
 
@@ -166,14 +179,23 @@ def plan_launch(device, function: str, pool: Pool, q, out, ragged: bool, options
 
 
 def options_of(function: str, causal, softmax_scale, window, softcap, num_splits) -> Options:
-    """Check what a call asks for beside its arrays."""
+    """Check what a call asks for beside its arrays; what was checked before is remembered."""
+    asked = (function, causal, softmax_scale, window, softcap, num_splits)
+    try:
+        return _checked_options(*asked)
+    except TypeError:  # a mistake, or what cannot be hashed: a list for a window
+        return _checked_options.__wrapped__(*asked)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _checked_options(function: str, causal, softmax_scale, window, softcap, num_splits) -> Options:
     softcap = checks.number(function, "softcap", softcap)
     if not 0 <= softcap < math.inf:
         checks.fail(ValueError, function, "softcap", "be finite and not negative (0: none)", softcap)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         checks.fail(ValueError, function, "window", "be a pair (left, right) of int or None", repr(window))
     left, right = (
-        UNLIMITED if side is None else checks.int_range(function, f"window[{i}]", side, 0, UNLIMITED)
+        UNLIMITED if side is None else min(checks.int_range(function, f"window[{i}]", side, 0, 2**63), UNLIMITED)
         for i, side in enumerate(window)
     )
     if num_splits is not None:
@@ -194,24 +216,41 @@ def attend(function: str, operands: tuple, options: Options, return_lse: bool, l
     if plan.launch is not None:
         if config.current().check:
             check_pages(function, pages, small[0], small[1], plan.page_size)
-        small = [in_order(x) for x in small]
-        placed = (addresses[0], *map(device.pointer, (out, lse)), addresses[1], *map(device.pointer, small))
+        if plan.launch.copies_q:
+            q = _even(device, q)
+            addresses = [device.pointer(q), *addresses[1:]]
+        small_addresses = addresses[2:8]
+        if plan.copies:
+            small = [*map(in_order, small[:-2]), *map(contiguous, small[-2:])]
+            small_addresses = map(device.pointer, small)
+        placed = (addresses[0], device.pointer(out), device.pointer(lse), addresses[1], *small_addresses)
         plan.launch.run(device, placed, workspace or workspace_of_stream(device))
     if give is not None:
         out, lse = give(out), lse if lse is None else give(lse)
     return (out, lse) if return_lse else out
 
 
+def _even(device, q):
+    """Return a copy of q with an even number of columns, which the kernel reads in pairs."""
+    rows, heads, head_dim = q.shape
+    copy = device.empty((rows, heads, head_dim + head_dim % 2), q.dtype)
+    copy[..., :head_dim] = q
+    copy[..., head_dim:] = 0
+    return copy
+
+
 def _prepare(function: str, operands: tuple, addresses: list, options: tuple) -> Plan:
     """Check a call and plan its launch."""
-    q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, out = operands
+    q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, k_scale, v_scale, out = operands
     asked, layout = options
     device = arrays.device_of(function, q=q)
     dtype = checks.dtype(function, "q", q, DTYPES)
     if q.ndim != 3:
         checks.fail(ValueError, function, "q", "have shape (total_q, num_heads, head_dim)", tuple(q.shape))
-    pool = describe(function, pages, block_table, layout, DTYPES, addresses[1])
-    checks.dtype(function, "pages", pages, (dtype,), "q and the pool have one dtype; convert one of them.")
+    pool = describe(function, pages, block_table, layout, addresses[1])
+    if pool.dtype in DTYPES:
+        checks.dtype(function, "pages", pages, (dtype,), "q and a 16-bit pool have one dtype; convert one of them.")
+    scales = scale_strides(function, pool, pages.shape[0], k_scale, v_scale)
     total_q, heads, head_dim = q.shape
     if head_dim != pool.head_dim:
         checks.fail(ValueError, function, "q", f"have the pool's head_dim {pool.head_dim}", tuple(q.shape))
@@ -229,11 +268,14 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
     if out is not None:
         checks.dtype(function, "out", out, (dtype,))
         checks.shape(function, "out", out, q.shape)
-    apart = keep_apart(operands, 6, (0, 1, 2, 3, 4, 5), same=0)
+    apart = keep_apart(operands, 8, tuple(range(8)), same=0)
     if 0 in q.shape:
         return Plan(device, None, pool.page_size, apart)
-    launch = plan_launch(device, function, pool, q, out, cu_seqlens_q is not None, asked, addresses[0])
-    return Plan(device, launch, pool.page_size, apart)
+    launch = plan_launch(device, function, pool, scales, q, out, cu_seqlens_q is not None, asked, addresses[0])
+    copies = any(in_order(x) is not x for x in operands[2:6]) or any(contiguous(x) is not x for x in operands[6:8])
+    return Plan(device, launch, pool.page_size, apart, copies)
 
 
-OP = Op(("q", "pages", "block_table", "seq_lens", "cu_seqlens_q", "alibi_slopes", "out"), 4, _prepare)
+OP = Op(
+    ("q", "pages", "block_table", "seq_lens", "cu_seqlens_q", "alibi_slopes", "k_scale", "v_scale", "out"), 4, _prepare
+)

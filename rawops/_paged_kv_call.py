@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rawops._runtime import arrays, checks
 
@@ -20,15 +20,17 @@ class Plan:
         What the op runs; None where there is nothing to compute.
     apart : tuple
         Pairs of operands that must not share memory, see `keep_apart`.
+    copies : bool
+        Some operand has strides that the kernel does not take: it gets a copy.
     """
 
     device: object
     launch: object
     page_size: int
     apart: tuple = ()
+    copies: bool = False
 
 
-@dataclass
 class Op:
     """An op whose calls share plans.
 
@@ -42,28 +44,34 @@ class Op:
         Takes the function's name, the arrays, their addresses and the options; returns a `Plan`.
     """
 
-    names: tuple[str, ...]
-    required: int
-    prepare: Callable[..., Plan]
-    plans: dict = field(default_factory=dict)
+    def __init__(self, names: tuple[str, ...], required: int, prepare: Callable[..., Plan]) -> None:
+        self.names, self.required, self.prepare = names, required, prepare
+        self._plans: dict[tuple, Plan] = {}
+        self._last: tuple = (None, None, None, None)
 
     def resolve(self, function: str, operands: tuple, options: tuple) -> tuple[Plan, tuple, list, Callable | None]:
         """Return the plan, the arrays as CuPy's or NumPy's, their addresses, and what converts a result back."""
         found = arrays.signature(operands)
         if found is None:
             return self._convert(function, operands, options)
-        key, addresses = found
-        key = (*key, function, options)
-        plan = self.plans.get(key)
-        if plan is None:
-            self._check_given(function, operands)
-            plan = self.prepare(function, operands, addresses, options)
-            if len(self.plans) >= _MAX_PLANS:
-                self.plans.clear()
-            self.plans[key] = plan
+        key, addresses = found  # all that the plan depends on, with the options
+        last_key, last_function, last_options, plan = self._last
+        if key != last_key or function != last_function or options != last_options:
+            plan = self._plan_of(function, operands, addresses, options, (*key, function, options))
+            self._last = key, function, options, plan
         if plan.apart:
             self._check_apart(function, plan, addresses)
         return plan, operands, addresses, None
+
+    def _plan_of(self, function: str, operands: tuple, addresses: list, options: tuple, key: tuple) -> Plan:
+        plan = self._plans.get(key)
+        if plan is None:
+            self._check_given(function, operands)
+            plan = self.prepare(function, operands, addresses, options)
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
     def _convert(self, function: str, operands: tuple, options: tuple) -> tuple:
         self._check_given(function, operands)
@@ -135,6 +143,11 @@ def has_unit_stride(x) -> bool:
 def in_order(x):
     """Return an array with unit stride along its last axis: itself, or a copy."""
     return x if x is None or has_unit_stride(x) else x.copy()
+
+
+def contiguous(x):
+    """Return an array in C order: itself, or a copy."""
+    return x if x is None or x.flags.c_contiguous else x.copy()
 
 
 def to_host(x):

@@ -8,6 +8,7 @@ from rawops._paged_kv_call import has_unit_stride, to_host
 from rawops._runtime import checks
 
 DTYPES = ("float16", "bfloat16")
+KV_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 LAYOUTS = ("NHD", "HND")
 PAGE_SIZES = tuple(1 << i for i in range(9))
 MAX_HEAD_DIM = 256
@@ -16,6 +17,8 @@ MAX_HEAD_DIM = 256
 POOL_FIELDS = {
     "pages": "pointer",
     "block_table": "pointer",
+    **dict.fromkeys(("k_scale", "v_scale"), "pointer"),
+    **dict.fromkeys(("scale_page", "scale_head"), "int64"),
     **dict.fromkeys(
         ("page_stride", "value_offset", "token_stride", "head_stride", "dim_stride", "table_stride"), "int64"
     ),
@@ -32,19 +35,19 @@ class Pool:
     page_size: int
     num_heads: int
     head_dim: int
-    numbers: tuple  # the values of POOL_FIELDS behind the pointers
+    numbers: tuple  # the values of POOL_FIELDS behind the scales' strides
     access: int  # bytes that one load may take: 16, or those of an element
 
     @property
     def capacity(self) -> int:
         """Tokens that a row of the block table can name."""
-        return self.numbers[7] * self.page_size
+        return self.numbers[-3] * self.page_size
 
 
-def describe(function: str, pages, block_table, layout: str, kv_dtypes: tuple[str, ...], address: int) -> Pool:
+def describe(function: str, pages, block_table, layout: str, address: int) -> Pool:
     """Check a pool and its block table, (batch, max_pages) or one row that all share, and describe them."""
     checks.choice(function, "layout", layout, LAYOUTS)
-    dtype = checks.dtype(function, "pages", pages, kv_dtypes)
+    dtype = checks.dtype(function, "pages", pages, KV_DTYPES)
     shape, strides = pages.shape, [s // pages.dtype.itemsize for s in pages.strides]
     order = "page_size, num_kv_heads" if layout == "NHD" else "num_kv_heads, page_size"
     if pages.ndim != 5 or shape[1] != 2:
@@ -62,8 +65,8 @@ def describe(function: str, pages, block_table, layout: str, kv_dtypes: tuple[st
         rule = "have shape (batch_size, max_pages), or (max_pages,) for one sequence"
         checks.fail(ValueError, function, "block_table", rule, tuple(block_table.shape))
     itemsize, max_pages = pages.dtype.itemsize, block_table.shape[-1]
-    if max_pages * page_size >= 2**31:
-        rule = "name fewer than 2**31 tokens a sequence"
+    if max_pages * page_size >= 2**30:
+        rule = "name fewer than 2**30 tokens a sequence"
         checks.fail(ValueError, function, "block_table", rule, f"{max_pages} pages of {page_size}")
     wide = strides[4] == 1 or head_dim == 1
     wide = wide and address % 16 == 0 and all(s * itemsize % 16 == 0 for s in strides[:4])
@@ -75,6 +78,24 @@ def describe(function: str, pages, block_table, layout: str, kv_dtypes: tuple[st
     numbers += (shape[0], max_pages, page_size.bit_length() - 1, head_dim)
     batch = block_table.shape[0] if block_table.ndim == 2 else 1
     return Pool(dtype, batch, page_size, num_heads, head_dim, numbers, 16 if wide else itemsize)
+
+
+def scale_strides(function: str, pool: Pool, num_pages: int, k_scale, v_scale) -> tuple[int, int]:
+    """Check the scales of an 8-bit pool, (num_kv_heads,) or (num_pages, num_kv_heads); return page and head stride."""
+    given = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
+    shapes = ((pool.num_heads,), (num_pages, pool.num_heads))
+    for name, x in given.items():
+        if pool.dtype in DTYPES:
+            hint = "Only 8-bit pools have scales."
+            checks.fail(ValueError, function, name, f"be None for a pool of {pool.dtype}", "an array", hint)
+        checks.dtype(function, name, x, ("float32",))
+        if tuple(x.shape) not in shapes:
+            rule = f"have shape {shapes[0]} or {shapes[1]}, a scale a head or a page and head"
+            checks.fail(ValueError, function, name, rule, tuple(x.shape))
+    if len(given) == 2:
+        checks.shape(function, "v_scale", v_scale, tuple(k_scale.shape), "k_scale and v_scale have one shape.")
+    by_page = any(x.ndim == 2 for x in given.values())
+    return pool.num_heads if by_page else 0, 1
 
 
 def check_pages(function: str, pages, block_table, seq_lens, page_size: int) -> None:

@@ -14,14 +14,30 @@ from rawops._paged_kv_cache import PagedKVCache
 __all__ = ["PagedKVCache", "append_paged_kv", "paged_attention"]
 
 
-def append_paged_kv(k, v, pages, block_table, positions, *, sequence_ids=None, layout: str = "NHD") -> None:
+def append_paged_kv(
+    k,
+    v,
+    pages,
+    block_table,
+    positions,
+    *,
+    sequence_ids=None,
+    layout: str = "NHD",
+    k_scale=None,
+    v_scale=None,
+    cos=None,
+    sin=None,
+    interleaved: bool = False,
+    q=None,
+    q_out=None,
+) -> None:
     """Write the keys and values of new tokens into their pages, all in one launch.
 
     Parameters
     ----------
     k, v : array (tokens, num_kv_heads, head_dim)
-        Of the pool's dtype, with any strides: slices of a packed QKV are as good as any. Rows on 16-byte boundaries
-        are fastest.
+        Of the pool's dtype, or float16 or bfloat16 for an 8-bit pool, with any strides: slices of a packed QKV are as
+        good as any. Rows on 16-byte boundaries are fastest.
     pages : array (num_pages, 2, page_size, num_kv_heads, head_dim)
         The pool, which is changed in place; any strides. ``page_size`` is a power of two up to 256.
     block_table : int32 array (batch_size, max_pages), or (max_pages,) for a single sequence
@@ -33,6 +49,17 @@ def append_paged_kv(k, v, pages, block_table, positions, *, sequence_ids=None, l
         The row of `block_table` for each token. Without, token i is of sequence i, and there are `batch_size` tokens.
     layout : {"NHD", "HND"}
         HND: pages are (num_pages, 2, num_kv_heads, page_size, head_dim).
+    k_scale, v_scale : float32 array (num_kv_heads,) or (num_pages, num_kv_heads), optional
+        For a pool of float8_e4m3fn, float8_e5m2 or int8: it gets k / k_scale and v / v_scale, rounded to nearest (ties
+        to even) and saturated. A NaN stays one in float8 and becomes 0 in int8; a scale of 0 stores zeros. 1 by
+        default.
+    cos, sin : float32 array (max_position, rotary_dim / 2), optional
+        Rotary position embedding (Su et al., 2021, arXiv:2104.09864) of the first `rotary_dim` columns of k, by the
+        row of each token's position, in float32 before it is rounded. A position past the tables skips the token.
+    interleaved : bool
+        Turn pairs of neighbours (GPT-J) instead of columns i and ``i + rotary_dim / 2`` (GPT-NeoX, Llama).
+    q, q_out : array (tokens, num_heads, head_dim), optional
+        With `cos` and `sin`: q is turned too and goes to `q_out`, another array, but for the rows of skipped tokens.
 
     Raises
     ------
@@ -46,8 +73,8 @@ def append_paged_kv(k, v, pages, block_table, positions, *, sequence_ids=None, l
     slot: one of the two is written. Nothing synchronises, and after a first call one can be captured in a CUDA graph,
     which then follows tables and positions as they are at each replay.
     """
-    operands = (k, v, pages, block_table, positions, sequence_ids)
-    append("append_paged_kv", operands, layout)
+    operands = (k, v, pages, block_table, positions, sequence_ids, k_scale, v_scale, cos, sin, q, q_out)
+    append("append_paged_kv", operands, layout, bool(interleaved))
 
 
 def paged_attention(
@@ -65,6 +92,8 @@ def paged_attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     layout: str = "NHD",
+    k_scale=None,
+    v_scale=None,
     out=None,
 ):
     """Attend from the last queries of each sequence to its keys and values in pages.
@@ -78,9 +107,11 @@ def paged_attention(
     Parameters
     ----------
     q : array (total_q, num_heads, head_dim)
-        float16 or bfloat16, any strides. Without `cu_seqlens_q`, total_q is batch_size.
+        float16 or bfloat16, any strides; one that is not contiguous along `head_dim`, or whose rows are off the 4-byte
+        boundaries, is copied first. Without `cu_seqlens_q`, total_q is batch_size.
     pages : array (num_pages, 2, page_size, num_kv_heads, head_dim)
-        The pool, of q's dtype and any strides; `head_dim` up to 256, `page_size` a power of two up to 256.
+        The pool, of q's dtype, float8_e4m3fn, float8_e5m2 or int8, and any strides; `head_dim` up to 256, `page_size`
+        a power of two up to 256.
     block_table : int32 array (batch_size, max_pages)
     seq_lens : int32 array (batch_size,)
         Keys of each sequence, those of the queries themselves included: append first.
@@ -103,6 +134,9 @@ def paged_attention(
         Return the logarithm of the softmax's denominator too.
     layout : {"NHD", "HND"}
         HND: pages are (num_pages, 2, num_kv_heads, page_size, head_dim).
+    k_scale, v_scale : float32 array (num_kv_heads,) or (num_pages, num_kv_heads), optional
+        What 8-bit keys and values are multiplied by: a number a head, or a page and head. 1 by default. They are
+        widened to q's dtype, exactly, in registers; the scales act in float32.
     out : array (total_q, num_heads, head_dim), optional
         Where the result goes; `q` itself is allowed.
 
@@ -126,5 +160,5 @@ def paged_attention(
     it, share a workspace, so replay such a graph on that stream or in order with it.
     """
     options = options_of("paged_attention", causal, softmax_scale, window, softcap, num_splits)
-    operands = (q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, out)
+    operands = (q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, k_scale, v_scale, out)
     return attend("paged_attention", operands, options, return_lse, layout)

@@ -10,25 +10,22 @@ struct PagedParams {
     void* out;
     float *lse, *partial;  // lse: none if not wanted; partial: per block, 2 slots of PartialSlot::FLOATS
     int* counters;         // one a block, 0 between launches
-    int64_t q_row, q_head, q_dim, out_row, out_head, out_dim, lse_head, lse_row;
+    int64_t q_row, q_head, out_row, out_head, out_dim, lse_head, lse_row;  // q: pairs of columns on 4-byte boundaries
     PagePool pool;
     PagedWork work;
     ScoreRule rule;
-    int q_in_pairs;  // two neighbours of q can be read at once
 };
 
 // Rows of an item: 16 neighbours among queries x heads of the group. Not kRagged: of the one query.
 template <int TOKENS, bool kRagged> struct ItemRows {
-    const Sequence<TOKENS>& sequence;
-    int group, head_begin, row_begin, count;
+    int q_begin, group, head_begin, row_begin, count;
 
-    __device__ ItemRows(const Sequence<TOKENS>& s, const PagedWork& work, int item)
-        : sequence(s), group(work.group) {
-        const int head = s.head(item);
-        head_begin = head * group;
-        row_begin = (item - head * s.row_tiles) * kItemRows;
-        count = min_of(s.q_count * group - row_begin, kItemRows);
-    }
+    __device__ ItemRows(const Place<TOKENS, kRagged>& place, const PagedWork& work)
+        : q_begin(place.sequence.q_begin),
+          group(work.group),
+          head_begin(place.head * work.group),
+          row_begin(place.rows * kItemRows),
+          count(min_of(place.sequence.q_count * work.group - row_begin, kItemRows)) {}
 
     __device__ int query(int row) const { return kRagged ? (row_begin + row) / group : 0; }
     __device__ int head(int row) const {
@@ -89,13 +86,20 @@ public:
             const int row = lane / 4 + r * 8;
             if (row >= count) continue;
             if (lane % 4 == 0) meeting.top[warp][row] = state.top[r], meeting.sum[warp][row] = state.sum[r];
+            const int from = Sums::offset(lane / 4, Fragments<T, Tile>::out_column(0, 0, lane) / 4);
 #pragma unroll
-            for (int j = 0; j < Tile::HEAD_DIM / 8; ++j) {
-                const int column = j * 8 + lane % 4 * 2;
-                const uint32_t to = slot + Sums::offset(row, column / 4) + column % 4 * 4;
-                asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(state.out[j][2 * r]),
-                             "f"(state.out[j][2 * r + 1])
-                             : "memory");
+            for (int step = 0; step < Tile::HEAD_DIM / 16; ++step) {
+                const auto &even = state.out[2 * step], &odd = state.out[2 * step + 1];
+                const uint32_t to = slot + Sums::moved(from, r * 8, step * 4);
+                if constexpr (Tile::kScaled) {
+                    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(even[2 * r]), "f"(odd[2 * r]),
+                                 "f"(even[2 * r + 1]), "f"(odd[2 * r + 1])
+                                 : "memory");
+                } else {
+                    const uint32_t half = lane % 2 * 8;  // of the 16-byte chunk
+                    store_pair(to + half, even[2 * r], even[2 * r + 1]);
+                    store_pair(slot + Sums::moved(from, r * 8, step * 4 + 2) + half, odd[2 * r], odd[2 * r + 1]);
+                }
             }
         }
     }
@@ -104,21 +108,21 @@ public:
     __device__ void meet(const Rows& rows, const Shares& shares) {
         __syncthreads();
         float* own = shares.count > 1 ? partial(shares, blockIdx.x - shares.first) : nullptr;
-        for (int index = threadIdx.x; index < rows.count * GROUPS; index += WARPS * kWarpSize) {
-            const int row = index / GROUPS, group = index % GROUPS;
-            const Merged merged = of_warps(row, group);
-            if (own == nullptr) {
-                write(rows, row, group, merged);
-            } else {
-                const auto& value = merged.value;
-                reinterpret_cast<float4*>(own)[index] = make_float4(value[0], value[1], value[2], value[3]);
-                if (group == 0) own[Slot::MAXIMA + row] = merged.top, own[Slot::SUMS + row] = merged.sum;
-            }
-        }
-        if (own != nullptr && is_last(shares)) {
+#pragma unroll 1
+        for (bool of_all = false;; of_all = true) {
+#pragma unroll 1
             for (int index = threadIdx.x; index < rows.count * GROUPS; index += WARPS * kWarpSize) {
-                write(rows, index / GROUPS, index % GROUPS, of_blocks(shares, index / GROUPS, index % GROUPS));
+                const int row = index / GROUPS, group = index % GROUPS;
+                const Merged merged = of_all ? of_blocks(shares, row, group) : of_warps(row, group);
+                if (own != nullptr && !of_all) {
+                    const auto& value = merged.value;
+                    reinterpret_cast<float4*>(own)[index] = make_float4(value[0], value[1], value[2], value[3]);
+                    if (group == 0) own[Slot::MAXIMA + row] = merged.top, own[Slot::SUMS + row] = merged.sum;
+                } else {
+                    write(rows, row, group, merged);
+                }
             }
+            if (of_all || own == nullptr || !is_last(shares)) break;
         }
         __syncthreads();
     }
@@ -126,6 +130,10 @@ public:
 private:
     const PagedParams& params;
     Meeting<WARPS>& meeting;
+
+    static __device__ void store_pair(uint32_t to, float first, float second) {
+        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(first), "f"(second) : "memory");
+    }
 
     __device__ float* partial(const Shares& shares, int i) const {
         const int slot = i == 0 ? shares.first_slot : 2 * (shares.first + i);
@@ -153,7 +161,7 @@ private:
 
     // In the order of the blocks, whichever came last. Those of a batch are read at once; past the end, the last again.
     __device__ Merged of_blocks(const Shares& shares, int row, int group) const {
-        constexpr int BATCH = 12;
+        constexpr int BATCH = 8;
         Merged merged;
 #pragma unroll 1
         for (int begin = 0; begin < shares.count; begin += BATCH) {
@@ -181,19 +189,19 @@ private:
     // Whether all other blocks of the item have left their part; the counter is then ready for the next launch.
     __device__ bool is_last(const Shares& shares) {
         __syncthreads();
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0) {  // the barrier has put the stores of all threads before this one's release
             int* counter = params.counters + shares.first;
-            __threadfence();  // for the whole block, whose stores the barrier put before it
-            meeting.is_last = atomicAdd(counter, 1) == shares.count - 1;
+            int arrived;
+            asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(arrived) : "l"(counter) : "memory");
+            meeting.is_last = arrived == shares.count - 1;
             if (meeting.is_last) *counter = 0;
-            __threadfence();
         }
         __syncthreads();
         return meeting.is_last;
     }
 
     __device__ void write(const Rows& rows, int row, int group, const Merged& merged) const {
-        const int64_t query = rows.sequence.q_begin + rows.query(row), head = rows.head(row);
+        const int64_t query = rows.q_begin + rows.query(row), head = rows.head(row);
         T* out = static_cast<T*>(params.out) + query * params.out_row + head * params.out_head;
         const float factor = merged.sum == 0 ? 0 : 1 / merged.sum;
 #pragma unroll

@@ -10,6 +10,8 @@ namespace rawops {
 struct PagePool {
     const void* pages;
     const int* block_table;
+    const float *k_scale, *v_scale;  // of 8-bit keys and values, by page and head; none: 1
+    int64_t scale_page, scale_head;  // strides
     int64_t page_stride, value_offset, token_stride, head_stride, dim_stride;  // in elements
     int64_t table_stride;
     int num_pages, max_pages, page_shift, head_dim;
@@ -39,13 +41,15 @@ template <int CHUNKS> struct ChunkTile {
 
 // The keys and values of TOKENS consecutive tokens of one head, HEAD_DIM columns each (zeros beyond the pool's
 // head_dim), loaded by one warp. ACCESS is the bytes of one global access: 16, or one element of any stride.
-template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {
+template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {  // T: as stored
     using T = T_;
     static constexpr int HEAD_DIM = HEAD_DIM_, TOKENS = 32 / int(sizeof(T));
     static constexpr int CHUNKS = HEAD_DIM * int(sizeof(T)) / 16, PER_CHUNK = 16 / int(sizeof(T));
     using Layout = ChunkTile<CHUNKS>;
     static constexpr int VALUES = TOKENS * Layout::ROW_BYTES;  // where values begin
-    static constexpr int BYTES = 2 * VALUES;
+    static constexpr bool kScaled = sizeof(T) == 1;
+    static constexpr int SCALES = 2 * VALUES;  // of the tokens' keys, then of their values
+    static constexpr int BYTES = SCALES + (kScaled ? TOKENS * 8 : 0);
     static_assert(TOKENS * CHUNKS % kWarpSize == 0 && TOKENS <= kWarpSize, "a warp loads a tile in whole steps");
 
     // Starts the copies of tokens token ... into `slot`. Lane `row` of the first TOKENS lanes knows its token's page, or
@@ -53,13 +57,18 @@ template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {
     static __device__ void fetch(const PagePool& pool, uint32_t slot, int page, int token, int head, int lane) {
         const bool exists = static_cast<uint32_t>(page) < static_cast<uint32_t>(pool.num_pages);
         const uint32_t present = __ballot_sync(~0u, exists);
+        if constexpr (kScaled) {
+            const int64_t at = exists ? page * pool.scale_page + head * pool.scale_head : 0;
+            fetch_scale(slot + SCALES + lane * 4, pool.k_scale, at, exists);
+            fetch_scale(slot + SCALES + TOKENS * 4 + lane * 4, pool.v_scale, at, exists);
+        }
         if (ACCESS == 16 && present == ~0u && TOKENS >> pool.page_shift <= 1 && pool.head_dim == HEAD_DIM) {
             fetch_whole(pool, slot, page, token, head, lane);
             return;
         }
         const int64_t in_row = in_page(pool, token + lane % TOKENS) * pool.token_stride + head * pool.head_stride;
         const int64_t place = exists ? page * pool.page_stride + in_row : 0;
-#pragma unroll 2
+#pragma unroll 1
         for (int step = 0; step < STEPS; ++step) {
             const int index = lane + step * kWarpSize, row = index / CHUNKS, chunk = index % CHUNKS;
             const int64_t from = __shfl_sync(~0u, place, row);
@@ -76,6 +85,14 @@ private:
     static constexpr int STEPS = TOKENS * CHUNKS / kWarpSize;
 
     static __device__ int in_page(const PagePool& pool, int token) { return token & ((1 << pool.page_shift) - 1); }
+
+    static __device__ void fetch_scale(uint32_t to, const float* scales, int64_t at, bool exists) {
+        if (scales) {
+            cp_async<4>(to, scales + at, exists ? 4 : 0);
+        } else {
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(1.0f) : "memory");
+        }
+    }
 
     // The same where all tokens are there and in one page.
     static __device__ void fetch_whole(const PagePool& pool, uint32_t slot, int page, int token, int head, int lane) {

@@ -1,6 +1,7 @@
 // The attention of 16 rows (queries of one group of heads) over a tile of tokens in shared memory, by one warp: scores
 // on the tensor cores, online softmax in base 2 and float32, values weighted on the tensor cores again.
 #pragma once
+#include "paged_convert.cuh"
 #include "paged_schedule.cuh"
 
 namespace rawops {
@@ -29,19 +30,53 @@ template <class T> __device__ inline uint32_t pack_pair(float low, float high) {
     return uint32_t(reinterpret_cast<const uint16_t&>(a)) | uint32_t(reinterpret_cast<const uint16_t&>(b)) << 16;
 }
 
-// Fragments of 16-bit keys and values in T itself. Column i of an output atom pair is dimension i.
-template <class T, class Tile> struct Fragments {
+// B fragments of a tile's keys and values, and which column of a head a lane's elements are, for steps of 16 columns:
+// element i of 4 in the A fragments of Q, and element e of the accumulators of atom 2 step + atom.
+template <class T, class Tile, int BYTES = sizeof(typename Tile::T)> struct Fragments;
+
+template <class T, class Tile> struct Fragments<T, Tile, 2> {
     using Layout = typename Tile::Layout;
 
-    // Two B fragments of Q K^T: 16 tokens, dimensions 16 step ...
-    static __device__ void keys(uint32_t (&r)[4], uint32_t slot, int tokens, int step, int lane) {
+    static __device__ int query_column(int i, int lane) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+    static __device__ int out_column(int atom, int e, int lane) { return atom * 8 + lane % 4 * 2 + e; }
+
+    static __device__ void keys(uint32_t (&r)[2][2], uint32_t slot, int step, int lane) {
         const int from = Layout::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-        ldmatrix<false>(r, slot + Layout::moved(from, tokens * 16, step * 2));
+        uint32_t words[4];
+        ldmatrix<false>(words, slot + Layout::moved(from, 0, step * 2));
+        r[0][0] = words[0], r[0][1] = words[1], r[1][0] = words[2], r[1][1] = words[3];
     }
-    // Two B fragments of P V: 16 tokens, dimensions 16 step ...
-    static __device__ void values(uint32_t (&r)[4], uint32_t slot, int tokens, int step, int lane) {
+    static __device__ void values(uint32_t (&r)[1][4], uint32_t slot, int step, int lane) {
         const int from = Layout::offset(lane % 16, lane / 16);
-        ldmatrix<true>(r, slot + Tile::VALUES + Layout::moved(from, tokens * 16, step * 2));
+        ldmatrix<true>(r[0], slot + Tile::VALUES + Layout::moved(from, 0, step * 2));
+    }
+};
+
+// A word of the matrix has four columns of one token, or two columns of two tokens: columns go to lanes in that order.
+template <class T, class Tile> struct Fragments<T, Tile, 1> {
+    using Layout = typename Tile::Layout;
+    using Stored = typename Tile::T;
+
+    static __device__ int query_column(int i, int lane) { return lane % 4 * 4 + i; }
+    static __device__ int out_column(int atom, int e, int lane) { return lane % 4 * 4 + e * 2 + atom; }
+
+    static __device__ void keys(uint32_t (&r)[4][2], uint32_t slot, int step, int lane) {
+        uint32_t words[4];
+        ldmatrix<false>(words, slot + Layout::moved(Layout::offset(lane, 0), 0, step));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            r[j][0] = widen_pair<T, Stored>(words[j]);
+            r[j][1] = widen_pair<T, Stored>(words[j] >> 16);
+        }
+    }
+    static __device__ void values(uint32_t (&r)[2][4], uint32_t slot, int step, int lane) {
+        uint32_t words[4];
+        ldmatrix<true>(words, slot + Tile::VALUES + Layout::moved(Layout::offset(lane, 0), 0, step));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            r[j / 2][j % 2] = widen_pair<T, Stored>(__byte_perm(words[j], 0, 0x20));
+            r[j / 2][j % 2 + 2] = widen_pair<T, Stored>(__byte_perm(words[j], 0, 0x31));
+        }
     }
 };
 
@@ -57,11 +92,13 @@ struct Bounds {
     }
 };
 
-// Accumulators of one warp: lane 4 g + t has rows g and g + 8, of columns 8 j + 2 t and one more.
+// Accumulators of one warp: lane 4 g + t has rows g and g + 8, in the columns of Fragments::out_column.
 template <class T, class Tile> class RowState {
 public:
+    using Parts = Fragments<T, Tile>;
     static constexpr int STEPS = Tile::HEAD_DIM / 16, TOKENS = Tile::TOKENS;
-    float out[2 * STEPS][4];
+    float out[2 * STEPS][4];  // of 8-bit values in units of `unit`, the largest scale of values so far
+    float unit;
     float top[2], sum[2];  // of the two rows; the sum is of this lane's columns alone until `finish`
 
     __device__ void begin() {
@@ -72,6 +109,7 @@ public:
         }
         top[0] = top[1] = minus_infinity();
         sum[0] = sum[1] = 0;
+        unit = 0;
     }
 
     // Adds a tile whose first token is `token`. queries: A fragments by step and lane.
@@ -81,6 +119,10 @@ public:
         const auto& seen = bounds.seen;
         float score[TOKENS / 8][4];
         multiply_keys(score, queries, slot, lane);
+        if constexpr (Tile::kScaled) {
+            const uint32_t scales = slot + Tile::SCALES + lane % 4 * 8;
+            each(score, [&](float x, int, int column) { return x * load_scale(scales + column * 4); });
+        }
         each(score, [&](float x, int, int) { return x * rule.scale; });
         if (rule.softcap > 0) {
             const float factor = rule.softcap * kLog2E, inverse = 1 / factor;
@@ -98,7 +140,7 @@ public:
             });
         }
         uint32_t weights[TOKENS / 16][4];
-        weigh(weights, score, lane);
+        weigh(weights, score, slot, lane);
         if (kSeveral && __any_sync(~0u, bounds.hide(token, TOKENS)) && has_non_finite(slot, lane)) {
             add_values_apart(weights, slot, token, seen, lane);
         } else {
@@ -113,6 +155,7 @@ public:
             sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
             sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
         }
+        if constexpr (Tile::kScaled) scale_out(unit, unit);
     }
 
 private:
@@ -125,8 +168,23 @@ private:
         }
     }
 
+    static __device__ float load_scale(uint32_t address) {
+        float scale;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(address) : "memory");
+        return scale;
+    }
+
+    // Of the rows' sums of values.
+    __device__ void scale_out(float first, float second) {
+#pragma unroll
+        for (int j = 0; j < 2 * STEPS; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out[j][i] *= i / 2 ? second : first;
+        }
+    }
+
     // Fragments are read AHEAD steps at a time, so that the products do not wait for each.
-    static constexpr int AHEAD = 4;
+    static constexpr int AHEAD = Tile::kScaled ? 2 : 4;
 
     __device__ void multiply_keys(float (&score)[TOKENS / 8][4], const uint4* queries, uint32_t slot, int lane) {
         float odd[TOKENS / 8][4];  // two chains, since each product waits for the one before
@@ -135,25 +193,20 @@ private:
 #pragma unroll
         for (int begin = 0; begin < STEPS; begin += AHEAD) {
             uint4 query[AHEAD];
-            uint32_t key[AHEAD][TOKENS / 16][4];
+            uint32_t key[AHEAD][TOKENS / 8][2];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 if (begin + i >= STEPS) break;
                 query[i] = queries[(begin + i) * kWarpSize + lane];
-#pragma unroll
-                for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
-                    Fragments<T, Tile>::keys(key[i][tokens], slot, tokens, begin + i, lane);
-                }
+                Parts::keys(key[i], slot, begin + i, lane);
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 if (begin + i >= STEPS) break;
                 const uint32_t a[4] = {query[i].x, query[i].y, query[i].z, query[i].w};
 #pragma unroll
-                for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
-                    auto& sum = i % 2 ? odd : score;
-                    MmaAtom<T>::multiply(sum[2 * tokens], a, key[i][tokens][0], key[i][tokens][1]);
-                    MmaAtom<T>::multiply(sum[2 * tokens + 1], a, key[i][tokens][2], key[i][tokens][3]);
+                for (int j = 0; j < TOKENS / 8; ++j) {
+                    MmaAtom<T>::multiply(i % 2 ? odd[j] : score[j], a, key[i][j][0], key[i][j][1]);
                 }
             }
         }
@@ -165,7 +218,7 @@ private:
     }
 
     // Scores become weights relative to the largest score so far, and what is there already is scaled to it.
-    __device__ void weigh(uint32_t (&weights)[TOKENS / 16][4], float (&score)[TOKENS / 8][4], int lane) {
+    __device__ void weigh(uint32_t (&weights)[TOKENS / 16][4], float (&score)[TOKENS / 8][4], uint32_t slot, int lane) {
         float correction[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -185,18 +238,30 @@ private:
             }
             sum[r] = fmaf(sum[r], correction[r], total);
         }
+        if constexpr (Tile::kScaled) weigh_scales(score, correction, slot, lane);
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {
             weights[j / 2][j % 2 * 2] = pack_pair<T>(score[j][0], score[j][1]);
             weights[j / 2][j % 2 * 2 + 1] = pack_pair<T>(score[j][2], score[j][3]);
         }
-        if (__any_sync(~0u, correction[0] != 1 || correction[1] != 1)) {
+        if (__any_sync(~0u, correction[0] != 1 || correction[1] != 1)) scale_out(correction[0], correction[1]);
+    }
+
+    // The scales of values go into the weights, as parts of the largest scale so far, and that into the correction.
+    __device__ void weigh_scales(float (&score)[TOKENS / 8][4], float (&correction)[2], uint32_t slot, int lane) {
+        const uint32_t scales = slot + Tile::SCALES + TOKENS * 4;
+        float largest = fabsf(load_scale(scales + lane * 4));
 #pragma unroll
-            for (int j = 0; j < 2 * STEPS; ++j) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) out[j][i] *= correction[i / 2];
-            }
+        for (int step = 1; step < kWarpSize; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+        if (largest > unit) {
+            correction[0] *= unit / largest;
+            correction[1] *= unit / largest;
+            unit = largest;
         }
+        const float inverse = unit == 0 ? 0 : 1 / unit;
+        each(score, [&](float x, int, int column) {
+            return x == 0 ? 0 : x * (load_scale(scales + lane % 4 * 8 + column * 4) * inverse);
+        });
     }
 
     // Whether a value is infinite or NaN, which a weight of 0 would not hide.
@@ -205,14 +270,12 @@ private:
         bool found = false;
 #pragma unroll 1
         for (int step = 0; step < STEPS; ++step) {
+            uint32_t value[TOKENS / 16][4];
+            Parts::values(value, slot, step, lane);
 #pragma unroll
-            for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
-                uint32_t value[4];
-                Fragments<T, Tile>::values(value, slot, tokens, step, lane);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    found |= (value[i] & kExponent) == kExponent || (value[i] >> 16 & kExponent) == kExponent;
-                }
+            for (int i = 0; i < TOKENS / 4; ++i) {
+                const uint32_t pair = value[i / 4][i % 4];
+                found |= (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
             }
         }
         return __any_sync(~0u, found);
@@ -236,13 +299,13 @@ private:
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 float part[2][4] = {};
+                uint32_t value[TOKENS / 16][4];
+                Parts::values(value, slot, step, lane);
 #pragma unroll
                 for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
-                    uint32_t value[4];
-                    Fragments<T, Tile>::values(value, slot, tokens, step, lane);
-                    for (int i = 0; i < 4; ++i) value[i] &= visible[2 * tokens + i % 2];
-                    MmaAtom<T>::multiply(part[0], weights[tokens], value[0], value[1]);
-                    MmaAtom<T>::multiply(part[1], weights[tokens], value[2], value[3]);
+                    for (int i = 0; i < 4; ++i) value[tokens][i] &= visible[2 * tokens + i % 2];
+                    MmaAtom<T>::multiply(part[0], weights[tokens], value[tokens][0], value[tokens][1]);
+                    MmaAtom<T>::multiply(part[1], weights[tokens], value[tokens][2], value[tokens][3]);
                 }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -258,11 +321,7 @@ private:
             uint32_t value[AHEAD][TOKENS / 16][4];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                if (begin + i >= STEPS) break;
-#pragma unroll
-                for (int tokens = 0; tokens < TOKENS / 16; ++tokens) {
-                    Fragments<T, Tile>::values(value[i][tokens], slot, tokens, begin + i, lane);
-                }
+                if (begin + i < STEPS) Parts::values(value[i], slot, begin + i, lane);
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {

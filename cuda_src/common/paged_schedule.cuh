@@ -1,6 +1,6 @@
 // Which block works on what: sequences, KV heads and rows of queries in one line of tiles, cut into equal ranges.
 //
-// An item is one KV head of one sequence with up to ROWS rows, a row being one query of one query head. Its keys are
+// An item is one KV head of one sequence with up to 16 rows, a row being one query of one query head. Its keys are
 // walked in tiles. All tiles of all items, in order, are numbered, and each block takes one range of numbers: this
 // arithmetic is done here, from the lengths on the device, so a captured launch follows them as they change.
 #pragma once
@@ -9,14 +9,14 @@
 namespace rawops {
 
 constexpr int kItemRows = 16;  // one MMA
-constexpr int kUnlimited = 0x7fffffff;
 
+// Numbers of tokens stay below 2^30, windows too: sums and differences of two fit an int.
 struct PagedWork {
-    const int *seq_lens, *cu_seqlens_q;  // no cu_seqlens_q: one query a sequence
+    const int *seq_lens, *cu_seqlens_q;  // cu_seqlens_q: only with kRagged, else there is one query a sequence
     int batch, total_q, kv_heads, group;
-    int window_left, window_right;  // kUnlimited for none
-    int num_splits;                 // 0: as many as balance the blocks
-    int min_tiles;                  // the least that a block is worth
+    int window_left, window_right;
+    int num_splits;  // 0: as many as balance the blocks
+    int row_tiles;   // not kRagged: of 16 heads of a group
 };
 
 // Keys begin <= j < end, for a query or for a tile.
@@ -24,48 +24,50 @@ struct KeyRange {
     int begin, end;
 };
 
-template <int TOKENS> struct Sequence {
+template <int TOKENS, bool kRagged> struct Sequence {
     int q_begin, q_count, length;
     int first_key;  // that any query sees; tiles are counted from the one that holds it
-    int tiles, row_tiles, items;
+    int tiles, row_tiles;
 
-    __device__ Sequence() : q_begin(0), q_count(0), length(0), first_key(0), tiles(0), row_tiles(0), items(0) {}
-    __device__ Sequence(const PagedWork& work, int b, int capacity) : q_begin(b), q_count(1) {
-        if (work.cu_seqlens_q) {
+    __device__ Sequence() : q_begin(0), q_count(0), length(0), first_key(0), tiles(0), row_tiles(0) {}
+    __device__ Sequence(const PagedWork& work, int b, int capacity)
+        : q_begin(b), q_count(1), length(clamp(work.seq_lens[b], 0, capacity)), row_tiles(work.row_tiles) {
+        if constexpr (kRagged) {
             q_begin = clamp(work.cu_seqlens_q[b], 0, work.total_q);
             q_count = clamp(work.cu_seqlens_q[b + 1], q_begin, work.total_q) - q_begin;
+            row_tiles = ceil_div(q_count * work.group, kItemRows);
         }
-        length = clamp(work.seq_lens[b], 0, capacity);
         first_key = visible(work, 0).begin;
         tiles = max_of(ceil_div(length, TOKENS) - first_key / TOKENS, 1);  // one for no keys: zeros are to be written
-        row_tiles = ceil_div(q_count * work.group, kItemRows);
-        items = work.kv_heads * row_tiles;
     }
 
     __device__ int first_token(int tile) const { return (first_key / TOKENS + tile) * TOKENS; }
-    __device__ int head(int item) const { return row_tiles == 1 ? item : item / row_tiles; }
+    __device__ int items(const PagedWork& work) const { return work.kv_heads * row_tiles; }
 
     // What query i sees: the window lies round the key that is as far from the last as the query from the last.
     __device__ KeyRange visible(const PagedWork& work, int i) const {
-        const int64_t own = int64_t(i) + length - q_count;
-        const int64_t begin = own - work.window_left, end = own + work.window_right + 1;
-        return {int(begin < 0 ? 0 : begin > length ? length : begin), int(end < 0 ? 0 : end < length ? end : length)};
+        const int own = i + length - q_count;
+        return {clamp(own - work.window_left, 0, length), clamp(own + work.window_right + 1, 0, length)};
     }
 };
 
 // A place in the line: a tile of an item of a sequence.
-template <int TOKENS> struct Place {
-    int b, item, tile;
-    Sequence<TOKENS> sequence;
+template <int TOKENS, bool kRagged> struct Place {
+    int b, head, rows, tile;
+    Sequence<TOKENS, kRagged> sequence;
 
     __device__ void advance(const PagedWork& work, int capacity, int steps) {
         tile += steps;
-        while (tile >= sequence.tiles || item >= sequence.items) {
-            if (item < sequence.items) tile -= sequence.tiles, ++item;
-            if (item < sequence.items) continue;
-            item = 0;
+        while (tile >= sequence.tiles || (kRagged && sequence.row_tiles == 0)) {
+            if (!kRagged || sequence.row_tiles != 0) {
+                tile -= sequence.tiles;
+                if (++rows < sequence.row_tiles) continue;
+                rows = 0;
+                if (++head < work.kv_heads) continue;
+                head = 0;
+            }
             if (++b >= work.batch) return;
-            sequence = Sequence<TOKENS>(work, b, capacity);
+            sequence = Sequence<TOKENS, kRagged>(work, b, capacity);
         }
     }
 };
@@ -76,50 +78,59 @@ struct Shares {
     int first_slot;    // of the first block; the others use their even slots
 };
 
-template <int TOKENS> class Schedule {
+// kMinTiles: the least that a block is worth.
+template <int TOKENS, int kMinTiles, bool kRagged> class Schedule {
 public:
-    Place<TOKENS> begin;  // of this block's range
-    int count;            // tiles of the range, 0: nothing to do
+    using Sequence = rawops::Sequence<TOKENS, kRagged>;
+    Place<TOKENS, kRagged> begin;  // of this block's range
+    int count;                     // tiles of the range, 0: nothing to do
 
     // By all lanes of a warp alike.
     __device__ Schedule(const PagedWork& work, int capacity, int block, int blocks, int lane) : count(0) {
         const bool by_item = work.num_splits > 0;
-        const int split = by_item ? block % work.num_splits : 0;
-        int number = by_item ? block / work.num_splits : kUnlimited;
-        const Count first = count_sequences(work, capacity, 0, lane, by_item);
-        Found found = find(work, capacity, number, lane, by_item, first);
-        if (!by_item) {
-            const int total = found.before, used = clamp(total / work.min_tiles, 1, blocks);
-            quota = total / used;
-            longer = total % used;
+        const int splits_wanted = max_of(work.num_splits, 1), item = unsigned(block) / splits_wanted;
+        Counts counts;
+        Found found;
+        int number = by_item ? item : 0x7fffffff;
+#pragma unroll 1
+        for (int pass = by_item; pass < 2; ++pass) {  // the first pass only adds up
+            found = counts.find(work, capacity, number, lane, by_item);
+            if (pass == 1) break;
+            const int total = found.before, used = clamp(total / kMinTiles, 1, blocks);
+            quota = unsigned(total) / used;
+            longer = total - quota * used;
             count = block < used ? quota + (block < longer) : 0;
             number = flat = block * quota + min_of(block, longer);
-            found = find(work, capacity, number, lane, false, first);
         }
         if (found.b >= work.batch) {
             count = 0;
             return;
         }
-        begin = {found.b, number - found.before, 0, Sequence<TOKENS>(work, found.b, capacity)};
-        const int tiles = begin.sequence.tiles;
+        const Sequence sequence(work, found.b, capacity);
+        int tile = number - found.before, item_of_sequence = tile;
         if (by_item) {
-            splits = min_of(work.num_splits, tiles);
+            const int split = block - item * splits_wanted;
+            splits = min_of(splits_wanted, sequence.tiles);
             flat = block - split;
-            begin.tile = int(int64_t(tiles) * split / splits);
-            count = split < splits ? int(int64_t(tiles) * (split + 1) / splits) - begin.tile : 0;
+            tile = share_begin(sequence.tiles, split);
+            count = split < splits ? share_begin(sequence.tiles, split + 1) - tile : 0;
         } else {
-            begin.tile = begin.item % tiles;
-            begin.item /= tiles;
+            item_of_sequence = unsigned(tile) / sequence.tiles;
+            tile -= item_of_sequence * sequence.tiles;
         }
+        const int head = sequence.row_tiles == 1 ? item_of_sequence : item_of_sequence / sequence.row_tiles;
+        begin = {found.b, head, item_of_sequence - head * sequence.row_tiles, tile, sequence};
     }
 
     // Of the item of a place that is `done` tiles into the range.
-    __device__ Shares shares(const PagedWork& work, const Place<TOKENS>& place, int done) const {
+    __device__ Shares shares(const PagedWork& work, const Place<TOKENS, kRagged>& place, int done) const {
         if (work.num_splits) return {flat, splits, 2 * flat};
         const int item_begin = flat + done - place.tile;
-        const int first = owner(item_begin), last = owner(item_begin + place.sequence.tiles - 1);
-        const int first_begin = first * quota + min_of(first, longer);
-        return {first, last - first + 1, 2 * first + (first_begin != item_begin)};
+        int owners[2];
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) owners[i] = owner(item_begin + (i ? place.sequence.tiles - 1 : 0));
+        const int first_begin = owners[0] * quota + min_of(owners[0], longer);
+        return {owners[0], owners[1] - owners[0] + 1, 2 * owners[0] + (first_begin != item_begin)};
     }
 
 private:
@@ -132,43 +143,51 @@ private:
 
     __device__ int owner(int tile) const {
         const int in_longer = longer * (quota + 1);
-        return tile < in_longer ? tile / (quota + 1) : longer + (tile - in_longer) / quota;
+        const bool is_longer = tile < in_longer;
+        return (is_longer ? 0 : longer) + unsigned(is_longer ? tile : tile - in_longer) / (is_longer ? quota + 1 : quota);
     }
 
-    // Tiles (or items) of this lane's sequence among 32, and of all of them up to it.
-    struct Count {
-        int own, sum;
-    };
-    static __device__ Count count_sequences(const PagedWork& work, int capacity, int base, int lane, bool by_item) {
-        int own = 0;
-        if (base + lane < work.batch) {
-            const Sequence<TOKENS> sequence(work, base + lane, capacity);
-            own = by_item ? sequence.items : sequence.items * sequence.tiles;
-        }
-        int sum = own;
-#pragma unroll
-        for (int step = 1; step < kWarpSize; step *= 2) {
-            const int other = __shfl_up_sync(~0u, sum, step);
-            if (lane >= step) sum += other;
-        }
-        return {own, sum};
+    // First tile of one of the splits of an item.
+    __device__ int share_begin(int tiles, int split) const {
+        const unsigned whole = unsigned(tiles) / splits, rest = tiles - whole * splits;
+        return split * whole + min_of(split, rest);
     }
 
-    // The sequence that holds a number, and how many lie before it; the end and the total for a number past the last.
-    // `first` is the count of the first 32 sequences, most often all there are.
-    static __device__ Found find(const PagedWork& work, int capacity, int number, int lane, bool by_item, Count first) {
-        int before = 0;
-        for (int base = 0; base < work.batch; base += kWarpSize) {
-            const Count count = base == 0 ? first : count_sequences(work, capacity, base, lane, by_item);
-            const uint32_t past = __ballot_sync(~0u, before + count.sum > number);
-            if (past) {
-                const int winner = __ffs(past) - 1;
-                return {base + winner, before + __shfl_sync(~0u, count.sum - count.own, winner)};
+    // How many tiles, or items, each of 32 neighbouring sequences has, and all up to it. Kept from search to search.
+    struct Counts {
+        int base = -1, own, sum;
+
+        // The sequence that holds a number, and how many lie before it; the end and the total for one past the last.
+        __device__ Found find(const PagedWork& work, int capacity, int number, int lane, bool by_item) {
+            int before = 0;
+#pragma unroll 1
+            for (int b = 0; b < work.batch; b += kWarpSize) {
+                if (b != base) count(work, capacity, b, lane, by_item);
+                const uint32_t past = __ballot_sync(~0u, before + sum > number);
+                if (past) {
+                    const int winner = __ffs(past) - 1;
+                    return {b + winner, before + __shfl_sync(~0u, sum - own, winner)};
+                }
+                before += __shfl_sync(~0u, sum, kWarpSize - 1);
             }
-            before += __shfl_sync(~0u, count.sum, kWarpSize - 1);
+            return {work.batch, before};
         }
-        return {work.batch, before};
-    }
+
+        __device__ void count(const PagedWork& work, int capacity, int b, int lane, bool by_item) {
+            base = b;
+            own = 0;
+            if (b + lane < work.batch) {
+                const Sequence sequence(work, b + lane, capacity);
+                own = sequence.items(work) * (by_item ? 1 : sequence.tiles);
+            }
+            sum = own;
+#pragma unroll
+            for (int step = 1; step < kWarpSize; step *= 2) {
+                const int other = __shfl_up_sync(~0u, sum, step);
+                if (lane >= step) sum += other;
+            }
+        }
+    };
 };
 
 }  // namespace rawops
