@@ -114,7 +114,11 @@ class PagedKVCache:
         max_length = checks.int_range(_NAME, "max_length", max_length, 0, 2**30 - page_size)
         self._device = arrays.current_device(_NAME)
         inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
-        self.pages = self._device.empty((num_pages, 2, *inner, head_dim), dtypes.numpy(kv_dtype))
+        # CuPy neither makes nor copies arrays of float8: these are a view of bytes
+        self._stored = self._device.empty(
+            (num_pages, 2, *inner, head_dim), dtypes.numpy("uint8" if "float8" in kv_dtype else kv_dtype)
+        )
+        self.pages = self._stored.view(dtypes.numpy(kv_dtype))
         self.k_scale = self.v_scale = None
         if kv_dtype not in DTYPES:
             self.k_scale, self.v_scale = (self._device.empty((heads,), "float32") for _ in "kv")
@@ -297,9 +301,10 @@ class PagedKVCache:
             data = self._host_array(shape)
             for host, page in zip(data, state.pages, strict=True):
                 if self._device.is_emulated:
-                    host[...] = self.pages[page]
+                    host[...] = self._stored[page]
                 else:
-                    self.pages[page].get(out=host, blocking=False)
+                    self._stored[page].get(out=host, blocking=False)
+            data = data.view(dtypes.numpy(dtypes.name(self.pages.dtype)))
             return SavedSequence(state.length, data, Sequence(state.pages[:], state.length, [], state.tokens[:]))
 
     def restore(self, saved: SavedSequence) -> int:
@@ -312,8 +317,9 @@ class PagedKVCache:
         """
         with self._lock:
             name = self._allocator.import_sequence(saved.state)
-            for host, page in zip(saved.data, self._allocator[name].pages, strict=True):
-                copy_to_device(self.pages[page], host)
+            stored = saved.data.view(self._stored.dtype)
+            for host, page in zip(stored, self._allocator[name].pages, strict=True):
+                copy_to_device(self._stored[page], host)
             return name
 
     # --- parts ---
@@ -336,7 +342,7 @@ class PagedKVCache:
     def _extend(self, names: tuple, counts: tuple, tokens):
         growth = self._allocator.extend(names, counts, tokens)
         for old, new in growth.copies:
-            self.pages[new] = self.pages[old]
+            self._stored[new] = self._stored[old]
         return growth
 
     def _batch(self, names: tuple[int, ...]) -> Batch:
@@ -366,7 +372,7 @@ class PagedKVCache:
         return target
 
     def _host_array(self, shape: tuple[int, ...]) -> np.ndarray:
-        dtype = self.pages.dtype
+        dtype = self._stored.dtype
         size = math.prod(shape)
         if self._device.is_emulated or size == 0:
             return np.empty(shape, dtype)
