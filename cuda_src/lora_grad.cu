@@ -1,8 +1,8 @@
 // The gradients of the low-rank factors: scaling * x^T @ y for two pairs at once, x with 16 bits and y in float32.
 //
-// A block walks over all rows of 64 columns of an x. Its warps take eight rows at a time, straight from memory: a thread
-// has eight neighbouring columns of two rows, and the order of columns within an atom is free as long as it is undone
-// when they are written. y goes in as the sum of two TF32 values; x fits TF32 exactly.
+// A block walks over all rows of 64 columns of an x. Its warps take eight rows at a time, straight from memory: a
+// thread has eight neighbouring columns of two rows, and the order of columns within an atom is free as long as it is
+// undone when they are written. y goes in as the sum of two TF32 values; x fits TF32 exactly.
 #include "common/split_tf32.cuh"
 
 namespace rawops {
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant_
         for (int half = 0; half < 2; ++half) {
             const int row = m + t + half * 4;
             const bool exists = row < params.M;
-            bits[half] = read_columns(x + row * side.x_row, side.x_col, exists ? side.cols - first - g * 8 : 0, vectors);
+            const int count = exists ? side.cols - first - g * 8 : 0;
+            bits[half] = read_columns(x + row * side.x_row, side.x_col, count, vectors);
 #pragma unroll
             for (int i = 0; i < GROUPS * 2; ++i) {
                 if (exists && rank + i * 8 + g < params.rank) own[half][i] = y[row * side.y_row + i * 8];

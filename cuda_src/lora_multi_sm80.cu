@@ -14,23 +14,21 @@ struct MultiParams {
 
 // b straight from memory.
 template <class T, class Columns> struct DirectRanks {
-    const T* b;  // of the adapter, at this thread's ranks
+    static constexpr int BUFFERS = 1;
     const Adapters& adapters;
-    const RankStep& step;
     const Columns& columns;
     int lane;
+    const T* b;  // of the adapter, at this thread's ranks
+    int from, to;
 
-    __device__ DirectRanks(const Adapters& adapters_, const RankStep& step_, const Columns& columns_, int lane_)
-        : b(static_cast<const T*>(adapters_.b) + int64_t(step_.slot) * adapters_.N * adapters_.slot_rank + step_.begin +
-            lane_ % 4 * 4),
-          adapters(adapters_),
-          step(step_),
-          columns(columns_),
-          lane(lane_) {}
-
-    __device__ uint2 read(int atom) const {
+    __device__ void fetch(const Columns&, int slot, int begin, int from_, int to_, int) {
+        b = static_cast<const T*>(adapters.b) + int64_t(slot) * adapters.N * adapters.slot_rank + begin + lane % 4 * 4;
+        from = from_;
+        to = to_;
+    }
+    __device__ uint2 read(int atom, int) const {
         const int n = columns.begin(atom) + lane / 4;
-        if (n < step.from || n >= min_of(step.to, columns.end(atom))) return {};
+        if (n < from || n >= min_of(to, columns.end(atom))) return {};
         return *reinterpret_cast<const uint2*>(b + int64_t(n) * adapters.slot_rank);
     }
 };
@@ -82,11 +80,9 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) lora_multi_sm80(const __gri
             const int first = m_begin + warp / Tile::WARPS_N * Tile::WARP_M + i * 16;
             float sum[Tile::ATOMS_N][4];
             for_row<Tile>(acc, i, [&](float (&own)[Tile::ATOMS_N][4]) { copy_atoms(sum, own); });
-#pragma unroll 1
-            for (RankSteps<Columns> steps(adapters, first, columns, lane); steps.any(); steps.advance()) {
-                const DirectRanks<T, Columns> b(adapters, steps.now, columns, lane);
-                add_step<T>(sum, adapters, steps.now, columns, b, first, lane);
-            }
+            const DirectRanks<T, Columns> source{adapters, columns, lane};
+            AdapterPasses<T, Columns, DirectRanks<T, Columns>> passes(adapters, columns, source, first, lane);
+            passes.add(sum);
             for_row<Tile>(acc, i, [&](float (&own)[Tile::ATOMS_N][4]) { copy_atoms(own, sum); });
         }
     }

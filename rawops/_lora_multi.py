@@ -19,8 +19,8 @@ from rawops._lora_multi_config import (
     ADAPTERS,
     DTYPES,
     GROUP,
+    GROUP_ROWS,
     MOST_GROUPED,
-    ROWS,
     SHRINK,
     SHRINK_PARAMS,
     SM80,
@@ -145,18 +145,18 @@ class _MultiProduct(Base):
         of_adapters = (sorted_row, max_loras, slices, slot_rank, splits, capacity, M, stack.b.shape[1])
         workspaces = functools.partial(self._workspaces, device, dtype, capacity, sorted_row, slices * splits)
         a, b, ranks, scalings, non_finite, columns = stack.addresses(device)
-        grid = (-(-M // ROWS), splits, slices)
+        grid = (M, splits, slices)
 
         def steps(operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
             _kept, (sorted_x, y, places) = workspaces()
-            order = (places, places + 4 * capacity)
+            slots, rows, starts = (places + 4 * capacity * i for i in range(3))
             params = SHRINK_PARAMS.pack(
-                addresses[0], a, addresses[-1], ranks, scalings, sorted_x, y, *order, *of_shrink
+                addresses[0], a, addresses[-1], ranks, scalings, sorted_x, y, slots, rows, starts, *of_shrink
             )
             if group is not None:
-                group.launch((-(-M // THREADS), 1, 1), (THREADS, 1, 1), (params,))
+                group.launch((-(-M // GROUP_ROWS), 1, 1), (THREADS, 1, 1), (params,))
             shrink.launch(grid, (THREADS, 1, 1), (params,))
-            adapters = ADAPTERS.pack(b, y, ranks, non_finite, columns, *order, *of_adapters)
+            adapters = ADAPTERS.pack(b, y, ranks, non_finite, columns, slots, rows, *of_adapters)
             run((*operands[: len(ROLES)], adapters), [sorted_x, *addresses[1 : len(ROLES)]], alpha, beta)
 
         return steps
@@ -166,7 +166,7 @@ class _MultiProduct(Base):
         found = [
             self.workspace(device, (capacity, sorted_row), dtype),
             self.workspace(device, (planes, capacity, self.stack.b.shape[2]), np.dtype("float32")),
-            self.workspace(device, (2, capacity), np.dtype("int32")),
+            self.workspace(device, (3, capacity), np.dtype("int32")),
         ]
         return [x for x, _ in found], [address for _, address in found]
 

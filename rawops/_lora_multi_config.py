@@ -12,12 +12,15 @@ from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16")
 RANK_STEP = 16  # a slot has room for a multiple of it
-ROWS = 16  # that a block of the shrink kernel works on
-THREADS = 128  # of a block of the shrink and the group kernels
-K_STEP = 128  # of a slice of K
-MOST_GROUPED = 256  # rows that every block of the shrink kernel sorts by itself, which saves a launch
+ROWS = 16  # of one adapter that a block of the shrink kernel works on at most
+THREADS = 256  # of a block of the shrink and the group kernels
+GROUP_ROWS = 32  # that a block of the group kernel finds the places of
+MOST_GROUPED = THREADS  # rows that every block of the shrink kernel sorts by itself, which saves a launch
+
+_K_STEP = 256  # of a slice of K
 
 _MAX_SPLITS = 16
+_BUFFERS = {64: 2, 128: 1}  # by the height of a tile: a warp's place for sixteen ranks of b of one adapter
 
 # --- kernels --------------------------------------------------------------------------------------------------------
 
@@ -31,7 +34,9 @@ _ADAPTER_FIELDS = {
 ADAPTERS = ParamStruct("Adapters", **_ADAPTER_FIELDS)
 SHRINK_PARAMS = ParamStruct(
     "ShrinkParams",
-    **dict.fromkeys(("x", "stack_a", "indices", "ranks", "scalings", "sorted", "y", "slots", "result_rows"), "pointer"),
+    **dict.fromkeys(
+        ("x", "stack_a", "indices", "ranks", "scalings", "sorted", "y", "slots", "result_rows", "starts"), "pointer"
+    ),
     **dict.fromkeys(("x_row", "x_col", "a_row", "sorted_row", "index_stride"), "int64"),
     **dict.fromkeys(("M", "K", "k_per_split", "max_loras", "slot_rank", "capacity"), "int32"),
 )
@@ -96,6 +101,7 @@ def _sm90(entry: str, cluster: dict, *smoke: tuple) -> KernelSpec:
         "b_k_major": (True, False),
         "activation": LAYOUT_CHOICES["activation"],
         "finish": (PLAIN, DIRECT),
+        "buffers": (1, 2, 3),
     }
     return KernelSpec(
         source="lora_multi_sm90.cu",
@@ -111,13 +117,13 @@ def _sm90(entry: str, cluster: dict, *smoke: tuple) -> KernelSpec:
 SM90 = _sm90(
     "lora_multi_sm90",
     {},
-    ("bfloat16", "bfloat16", 64, 224, 5, True, 0, PLAIN),
-    ("float16", "float16", 64, 256, 4, False, 0, PLAIN),
-    ("bfloat16", "bfloat16", 128, 256, 3, True, 0, PLAIN),
-    ("float16", "float16", 128, 256, 3, False, SWIGLU, DIRECT),
+    ("bfloat16", "bfloat16", 64, 224, 4, True, 0, PLAIN, 2),
+    ("float16", "float16", 64, 256, 3, False, 0, PLAIN, 2),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, 0, PLAIN, 1),
+    ("float16", "float16", 128, 256, 3, False, SWIGLU, DIRECT, 1),
 )
 SM90_CLUSTER = _sm90(
-    "lora_multi_sm90_cluster", {"cluster": (2, 8)}, ("bfloat16", "bfloat16", 64, 128, 7, 2, True, 0, PLAIN)
+    "lora_multi_sm90_cluster", {"cluster": (2, 8)}, ("bfloat16", "bfloat16", 64, 128, 7, 2, True, 0, PLAIN, 2)
 )
 
 # --- sizes ----------------------------------------------------------------------------------------------------------
@@ -139,12 +145,26 @@ def split_of_k(M: int, K: int, slices: int, sm_count: int) -> tuple[int, int]:
     Returns the number of slices and their size. Their partial sums are added up by the main kernel.
     """
     blocks = max(-(-M // ROWS) * slices, 1)
-    splits = min(max(sm_count // blocks, 1), max(K // K_STEP, 1), _MAX_SPLITS)
-    k_per_split = max(-(-K // (splits * K_STEP)), 1) * K_STEP
+    splits = min(max(sm_count // blocks, 1), max(K // _K_STEP, 1), _MAX_SPLITS)
+    k_per_split = max(-(-K // (splits * _K_STEP)), 1) * _K_STEP
     return max(-(-K // k_per_split), 1), k_per_split
 
 
 # --- the main kernel on Hopper --------------------------------------------------------------------------------------
+
+
+def _with_buffers(config, problem, finish: int, max_shared_bytes: int) -> tuple:
+    """Return a configuration that gives up stages for the buffers of b, and its shared memory.
+
+    The buffers take the place of the staging tile, if there is one, and what more they need.
+    """
+    share = config.share(problem)
+    staging = 0 if problem.finish == DIRECT else config.rows * share * 2
+    buffers = _BUFFERS[config.block_m] * 128 * share * problem.parts  # of a consumer: sixteen ranks for each warp
+    more = config.consumers * (max(buffers, staging if finish == PLAIN else 0) - staging)
+    stages = (max_shared_bytes - config.other_bytes(problem) - more) // config.stage_bytes(problem)
+    config = replace(config, stages=min(stages, config.stages))
+    return config, config.shared_bytes(problem) + more
 
 
 def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, sorted_row: int):
@@ -157,14 +177,7 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
     config = replace(config, ping_pong=False)
     b, out = operands["b"], operands["out"]
     finish = PLAIN if problem.finish == PLAIN else DIRECT
-    share = config.share(problem) * problem.parts
-    ranks_bytes = (
-        128 * share * config.consumers
-    )  # sixteen ranks of b for each warp, in the staging tile if there is one
-    shared_bytes = config.shared_bytes(problem) + (0 if finish == PLAIN else ranks_bytes)
-    while shared_bytes > device.max_shared_bytes:
-        config = replace(config, stages=config.stages - 1)
-        shared_bytes -= config.stage_bytes(problem)
+    config, shared_bytes = _with_buffers(config, problem, finish, device.max_shared_bytes)
     choices = {
         "dtype": b.dtype,
         "out_dtype": out.dtype,
@@ -174,6 +187,7 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         "b_k_major": problem.b_k_major,
         "activation": activation,
         "finish": finish,
+        "buffers": _BUFFERS[config.block_m],
     }
     if config.cluster > 1:
         choices["cluster"] = config.cluster

@@ -4,6 +4,7 @@
 // atom have one or a few adapters, and a warp runs through them one after the other, sixteen ranks at a time. y goes in
 // as a sum of values of b's own type, so b is multiplied as it comes from memory.
 #pragma once
+#include "copy.cuh"
 #include "epilogue.cuh"
 #include "mma.cuh"
 
@@ -33,53 +34,6 @@ template <int ATOMS_, int PARTS> struct WarpColumns {
         const bool first = from < min_of(n + WIDTH, cols) && to > n;
         return first || (PARTS == 2 && from < min_of(n + WIDTH, cols) + cols && to > n + cols);
     }
-};
-
-// Sixteen ranks of one adapter in one slice, for the rows row .. end - 1 of an atom and the columns from .. to - 1.
-struct RankStep {
-    int row, end, slot, slice, rank, begin, from, to;
-};
-
-// All steps of a warp, which has 16 rows from `first` on.
-template <class Columns> class RankSteps {
-public:
-    RankStep now;
-
-    __device__ RankSteps(const Adapters& adapters_, int first, const Columns& columns_, int lane)
-        : adapters(adapters_), columns(columns_), rows(min_of(adapters_.M - first, 16)) {
-        own = lane < rows ? adapters.slots[first + lane] : adapters.max_loras;
-        now.end = 0;
-        now.slice = adapters.slice_count - 1;
-        now.rank = now.begin = 0;
-        advance();
-    }
-    __device__ bool any() const { return now.row < rows; }
-
-    __device__ void advance() {
-        now.begin += 16;
-        while (now.begin >= now.rank) {
-            if (++now.slice >= adapters.slice_count) {
-                now.row = now.end;
-                if (now.row >= rows) return;
-                now.slot = __shfl_sync(~0u, own, now.row);
-                if (now.slot == adapters.max_loras) {
-                    now.row = rows;
-                    return;
-                }
-                now.end = now.row + __popc(__ballot_sync(~0u, own == now.slot));
-                now.slice = 0;
-            }
-            now.from = adapters.slices[now.slice * 2];
-            now.to = adapters.slices[now.slice * 2 + 1];
-            now.rank = now.begin = 0;
-            if (columns.meets(now.from, now.to)) now.rank = adapters.ranks[now.slot * adapters.slice_count + now.slice];
-        }
-    }
-
-private:
-    const Adapters& adapters;
-    const Columns& columns;
-    int rows, own;
 };
 
 // y of a thread's two rows as sums of COUNT values of T, in the order in which an atom takes them, times `scale`.
@@ -142,72 +96,160 @@ template <> struct RankParts<__half> {
     }
 };
 
-// Reads y for a step: a thread has ranks 4t .. 4t + 3 of rows g and g + 8, as it has them of b.
-template <class T>
-__device__ inline void read_ranks(RankParts<T>& parts, const Adapters& adapters, const RankStep& step, int first,
-                                  int lane) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = lane / 4 + half * 8, rank = step.begin + lane % 4 * 4;
-        float y[4] = {};
-        if (row >= step.row && row < step.end) {
-            const int64_t plane = int64_t(adapters.capacity) * adapters.slot_rank;
-            const float* from = adapters.y + step.slice * adapters.splits * plane +
-                                int64_t(first + row) * adapters.slot_rank + rank;
-#pragma unroll 4
-            for (int split = 0; split < adapters.splits; ++split, from += plane) {
-                const auto partial = *reinterpret_cast<const Vector<float, 4>*>(from);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) y[i] += partial.data[i];
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) y[i] = rank + i < step.rank ? y[i] : 0;
-        parts.split(half, y);
-    }
-}
-
 // Of two elements, those that are infinite or NaN become 0.
 template <class T> __device__ inline uint32_t finite_or_zero(uint32_t pair) {
     constexpr uint32_t LOW = RankParts<T>::kExponent & 0xffff, HIGH = RankParts<T>::kExponent & 0xffff0000;
     return ((pair & LOW) == LOW ? 0 : pair & 0xffff) | ((pair & HIGH) == HIGH ? 0 : pair & 0xffff0000);
 }
 
-// acc += y @ b for one step. b.read(atom) gives a thread's four ranks of column g of an atom; what it gives for other
-// columns and ranks than those of the step does not matter. What is not of the step's rows and columns stays as it is.
-template <class T, class Columns, class Source>
-__device__ inline void add_step(float (&acc)[Columns::ATOMS][4], const Adapters& adapters, const RankStep& step,
-                                const Columns& columns, const Source& b, int first, int lane) {
-    RankParts<T> parts;
-    read_ranks(parts, adapters, step, first, lane);
-    const int count = step.rank - step.begin - lane % 4 * 4;  // of this thread's ranks
-    const uint32_t masks[2] = {count >= 2 ? ~0u : count == 1 ? 0xffff : 0, count >= 4 ? ~0u : count == 3 ? 0xffff : 0};
-    const bool non_finite = adapters.non_finite[step.slot] != 0;
-    const int g = lane / 4;
-    const bool inside[2] = {g >= step.row && g < step.end, g + 8 >= step.row && g + 8 < step.end};
-#pragma unroll
-    for (int atom = 0; atom < Columns::ATOMS; ++atom) {
-        uint2 ranks = b.read(atom);
-        ranks.x &= masks[0];
-        ranks.y &= masks[1];
-        float sum[4] = {};
-#pragma unroll
-        for (int part = 0; part < RankParts<T>::COUNT; ++part) {
-            MmaAtom<T>::multiply(sum, parts.values[part], ranks.x, ranks.y);
-            if (part == 0 && non_finite) {  // they have met the first part; the others would make NaN of infinity
-                ranks.x = finite_or_zero<T>(ranks.x);
-                ranks.y = finite_or_zero<T>(ranks.y);
-            }
+// What a warp adds to its 16 rows, from `first` on: pass by pass, each with sixteen ranks of a slice, and in a pass
+// adapter by adapter. A source brings b: fetch() starts the copy of the columns from .. to - 1 of an adapter's ranks to
+// one of its buffers, and read(atom) gives of there a thread's four ranks of column g. What read() gives for other
+// columns, and for ranks that the adapter does not have, does not matter.
+template <class T, class Columns, class Source> class AdapterPasses {
+public:
+    int result_row;  // of row `lane`
+
+    // Reads y of the first pass and fetches its first adapters, for add() to find them there.
+    __device__ AdapterPasses(const Adapters& adapters_, const Columns& columns_, const Source& source_, int first_,
+                             int lane_)
+        : result_row(0),
+          adapters(adapters_),
+          columns(columns_),
+          source(source_),
+          first(first_),
+          lane(lane_),
+          slot(adapters_.max_loras),
+          rank(0),
+          slice(-1),
+          begin(0),
+          todo(0) {
+        if (lane < min_of(adapters.M - first, 16)) {
+            slot = adapters.slots[first + lane];
+            result_row = adapters.rows[first + lane];
         }
-        const int n = columns.begin(atom) + lane % 4 * 2 - step.from;
+        non_finite = slot < adapters.max_loras && adapters.non_finite[slot] != 0;
+        advance();
+    }
+
+    // acc += y @ b. Rows without an adapter stay as they are, bit for bit.
+    __device__ void add(float (&acc)[Columns::ATOMS][4]) {
+#pragma unroll 1
+        while (slice < adapters.slice_count) {
+            int buffer = 0;
+#pragma unroll 1
+            while (todo != 0) {
+                const int row = __ffs(todo) - 1;
+                const uint32_t members = rows_like(todo);
+                cp_async_wait<Source::BUFFERS - 1>();
+                __syncwarp();
+                add_adapter(acc, members, __shfl_sync(~0u, rank, row), __shfl_sync(~0u, non_finite, row), buffer);
+                __syncwarp();
+                todo &= ~members;
+                fetch_next(buffer);
+                buffer = buffer + 1 < Source::BUFFERS ? buffer + 1 : 0;
+            }
+            advance();
+        }
+    }
+
+private:
+    const Adapters& adapters;
+    const Columns columns;
+    Source source;
+    RankParts<T> y;
+    int first, lane;
+    int slot, rank, non_finite;  // of row `lane`
+    int slice, begin, from, to;  // of the pass
+    uint32_t todo, unfetched;    // rows
+
+    // The rows with the slot of the first one of a set.
+    __device__ uint32_t rows_like(uint32_t set) const {
+        return __ballot_sync(~0u, slot == __shfl_sync(~0u, slot, __ffs(set) - 1));
+    }
+
+    // To the next pass that has anything to do for this warp.
+    __device__ void advance() {
+        begin += 16;
+        todo = __ballot_sync(~0u, rank > begin);
+        while (todo == 0) {
+            if (++slice >= adapters.slice_count) return;
+            from = adapters.slices[slice * 2];
+            to = adapters.slices[slice * 2 + 1];
+            begin = rank = 0;
+            if (slot < adapters.max_loras && columns.meets(from, to)) {
+                rank = adapters.ranks[slot * adapters.slice_count + slice];
+            }
+            todo = __ballot_sync(~0u, rank > 0);
+        }
+        unfetched = todo;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (inside[i / 2] && uint32_t(n + i % 2) < uint32_t(step.to - step.from)) {
-                acc[atom][i] = fmaf(sum[i], parts.scale[i / 2], acc[atom][i]);
+        for (int buffer = 0; buffer < Source::BUFFERS; ++buffer) fetch_next(buffer);
+        read_y();
+    }
+
+    __device__ void fetch_next(int buffer) {
+        if (unfetched != 0) {
+            source.fetch(columns, __shfl_sync(~0u, slot, __ffs(unfetched) - 1), begin, from, to, buffer);
+            unfetched &= ~rows_like(unfetched);
+        }
+        cp_async_commit();
+    }
+
+    // A thread has ranks 4t .. 4t + 3 of rows g and g + 8, as it has them of b.
+    __device__ void read_y() {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = lane / 4 + half * 8, own = begin + lane % 4 * 4, count = __shfl_sync(~0u, rank, row) - own;
+            float values[4] = {};
+            if (count > 0) {
+                const int64_t plane = int64_t(adapters.capacity) * adapters.slot_rank;
+                const float* at = adapters.y + slice * adapters.splits * plane +
+                                  int64_t(first + row) * adapters.slot_rank + own;
+#pragma unroll 8
+                for (int split = 0; split < adapters.splits; ++split, at += plane) {
+                    const auto part = *reinterpret_cast<const Vector<float, 4>*>(at);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) values[i] += part.data[i];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[i] = i < count ? values[i] : 0;
+            y.split(half, values);
+        }
+    }
+
+    // The part of one adapter, whose rows are `members`.
+    __device__ void add_adapter(float (&acc)[Columns::ATOMS][4], uint32_t members, int of_rank, bool of_non_finite,
+                                int buffer) const {
+        const int count = of_rank - begin - lane % 4 * 4;  // of this thread's ranks
+        const uint32_t low = count >= 2 ? ~0u : count == 1 ? 0xffff : 0;
+        const uint32_t high = count >= 4 ? ~0u : count == 3 ? 0xffff : 0;
+        const bool inside[2] = {(members >> lane / 4 & 1) != 0, (members >> lane / 4 + 8 & 1) != 0};
+#pragma unroll
+        for (int atom = 0; atom < Columns::ATOMS; ++atom) {
+            uint2 b = source.read(atom, buffer);
+            b.x &= low;
+            b.y &= high;
+            float sum[4] = {};
+#pragma unroll
+            for (int part = 0; part < RankParts<T>::COUNT; ++part) {
+                MmaAtom<T>::multiply(sum, y.values[part], b.x, b.y);
+                if (part == 0 && of_non_finite) {  // they have met the first part, and would make NaN of infinity
+                    b.x = finite_or_zero<T>(b.x);
+                    b.y = finite_or_zero<T>(b.y);
+                }
+            }
+            const int n = columns.begin(atom) + lane % 4 * 2 - from;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (inside[i / 2] && uint32_t(n + i % 2) < uint32_t(to - from)) {
+                    acc[atom][i] = fmaf(sum[i], y.scale[i / 2], acc[atom][i]);
+                }
             }
         }
     }
-}
+};
 
 // An epilogue whose rows are put back where they were.
 template <class Epilogue> struct RowsPutBack {

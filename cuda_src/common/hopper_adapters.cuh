@@ -6,88 +6,69 @@
 
 namespace rawops {
 
-// Copies the staging tile to D, row by row; what it holds is plain.
-template <class Tile>
-__device__ inline void put_rows_back(const EpilogueCall& call, const EpilogueShape& shape, const Adapters& adapters,
-                                     const Work& work, const Consumer& self) {
-    constexpr int CHUNKS = Tile::SHARE / 8, BOX_CHUNKS = Tile::BOX_COLS / 8;  // of 16 bytes
-    using Out = typename Tile::Out;
-#pragma unroll 4
-    for (int i = self.thread; i < Tile::ROWS * CHUNKS; i += kWarpGroupSize) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS, place = work.m + self.row + row, n = work.n + chunk * 8;
-        if (place >= adapters.M || n >= shape.cols) continue;
-        const char* from = self.staging + chunk / BOX_CHUNKS * Tile::BOX_BYTES +
-                           swizzled_offset<Tile::BOX_COLS * 2>(row, chunk % BOX_CHUNKS);
-        Out* to = static_cast<Out*>(call.out) + adapters.rows[place] * shape.out.row + n;
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    }
-}
-
-// b by way of shared memory: the columns of a warp's atoms, 32 bytes each. The staging tile lends its memory.
-template <class Tile> struct StagedRanks {
+// b by way of shared memory, where the staging tile is later: for each warp BUFFERS times the columns of its atoms, 32
+// bytes each.
+template <class Tile, int BUFFERS_> struct StagedRanks {
     using T = typename Tile::T;
     using Columns = WarpColumns<Tile::SHARE * Tile::PARTS / 8, Tile::PARTS>;
-    static constexpr int BYTES = Columns::ATOMS * 8 * 32;  // of a warp
+    static constexpr int BUFFERS = BUFFERS_, BYTES = Columns::ATOMS * 8 * 32;
 
-    const Columns& columns;
+    const Adapters& adapters;
     uint32_t memory;
     int lane;
 
-    __device__ StagedRanks(const Columns& columns_, const Consumer& self)
-        : columns(columns_),
-          memory(shared_address(self.staging) + self.thread / kWarpSize * BYTES),
+    __device__ StagedRanks(const Adapters& adapters_, const Consumer& self)
+        : adapters(adapters_),
+          memory(shared_address(self.staging) + self.thread / kWarpSize * (BUFFERS * BYTES)),
           lane(self.lane()) {}
 
-    // Starts the copies of a step; a wait and __syncwarp() must follow.
-    __device__ void fetch(const Adapters& adapters, const RankStep& step) const {
-        const T* b = static_cast<const T*>(adapters.b) +
-                     int64_t(step.slot) * adapters.N * adapters.slot_rank + step.begin + lane % 2 * 8;
+    __device__ void fetch(const Columns& columns, int slot, int begin, int from, int to, int buffer) const {
+        const T* b = static_cast<const T*>(adapters.b) + int64_t(slot) * adapters.N * adapters.slot_rank + begin +
+                     lane % 2 * 8;
+        const uint32_t place = memory + buffer * BYTES + lane * 16;
 #pragma unroll
         for (int atom = 0; atom < Columns::ATOMS; atom += 2) {
-            const int mine = atom + lane / 16, n = columns.begin(mine) + lane / 2 % 8;
-            const bool exists = n >= step.from && n < min_of(step.to, columns.end(mine));
-            cp_async<16>(memory + mine * 256 + lane % 16 * 16, b + int64_t(exists ? n : 0) * adapters.slot_rank,
-                         exists ? 16 : 0);
+            const int own = atom + lane / 16, n = columns.begin(own) + lane / 2 % 8;
+            const bool exists = n >= from && n < min_of(to, columns.end(own));
+            cp_async<16>(place + atom * 256, b + int64_t(exists ? n : 0) * adapters.slot_rank, exists ? 16 : 0);
         }
     }
-    __device__ uint2 read(int atom) const {
+    __device__ uint2 read(int atom, int buffer) const {
         uint2 ranks;
         asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                      : "=r"(ranks.x), "=r"(ranks.y)
-                     : "r"(memory + atom * 256 + lane * 8)
+                     : "r"(memory + buffer * BYTES + atom * 256 + lane * 8)
                      : "memory");
         return ranks;
     }
 };
 
-// In the place of a LowRank of hopper_tile.cuh.
-struct SortedRows {
+// In the place of a LowRank of hopper_tile.cuh: rows sorted by adapter.
+template <int BUFFERS> struct SortedRows {
     using Call = Adapters;
-    static constexpr int RANK = 0;
+    static constexpr int RANK = 0, RANK_BUFFERS = BUFFERS;
     static constexpr bool kRides = false, kSorted = true;
     using Accumulators = float[1];
 
+    template <class Tile> using Staged = StagedRanks<Tile, BUFFERS>;
     template <class Tile>
-    static __device__ void finish(typename Tile::Finished& sum, const typename Tile::Epilogue& epilogue, float alpha,
-                                  const GemmParams& params, const Adapters& adapters, const Work& work,
-                                  const Consumer& self) {
-        using Staged = StagedRanks<Tile>;
-        using Columns = typename Staged::Columns;
+    using Passes = AdapterPasses<typename Tile::T, typename Staged<Tile>::Columns, Staged<Tile>>;
+
+    // Before the main loop, which hides what it takes to get there.
+    template <class Tile>
+    static __device__ Passes<Tile> begin(const Adapters& adapters, const GemmShape& shape, const Work& work,
+                                         const Consumer& self) {
         static_assert(Tile::ATOMS_M == 1, "a warp has 16 rows");
-        const int first = work.m + self.row + self.warp_row();
-        const Columns columns{work.n, params.shape.epilogue.cols};
-        const Staged b(columns, self);
+        const int n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : 0);
         self.sync();  // the tile before has left
-#pragma unroll 1
-        for (RankSteps<Columns> steps(adapters, first, columns, self.lane()); steps.any(); steps.advance()) {
-            __syncwarp();
-            b.fetch(adapters, steps.now);
-            cp_async_commit();
-            cp_async_wait<0>();
-            __syncwarp();
-            add_step<typename Tile::T>(*reinterpret_cast<float(*)[Columns::ATOMS][4]>(&sum[0]), adapters, steps.now,
-                                       columns, b, first, self.lane());
-        }
+        return {adapters, {n, shape.epilogue.cols}, {adapters, self}, work.m + self.row + self.warp_row(), self.lane()};
+    }
+
+    template <class Tile>
+    static __device__ void finish(Passes<Tile>& passes, typename Tile::Finished& sum,
+                                  const typename Tile::Epilogue& epilogue, float alpha, const GemmParams& params,
+                                  const Adapters& adapters, const Work& work, const Consumer& self) {
+        passes.add(*reinterpret_cast<float(*)[Staged<Tile>::Columns::ATOMS][4]>(&sum[0]));
         if constexpr (Tile::kFinish == kDirect) {
             using Group = typename Tile::Epilogue::Group;
             const RowsPutBack<typename Tile::Epilogue> put_back{epilogue, adapters};
@@ -98,8 +79,28 @@ struct SortedRows {
             static_assert(Tile::kFinish == kPlain, "any other epilogue goes the direct way");
             self.sync();  // no warp reads ranks any more
             stage_plain<Tile>(sum, alpha, self);
-            self.sync();
-            put_rows_back<Tile>(params.call.epilogue, params.shape.epilogue, adapters, work, self);
+            __syncwarp();
+            put_back<Tile>(params, adapters.M - work.m - self.row, passes.result_row, work, self);
+        }
+    }
+
+private:
+    // Copies the warp's rows of the staging tile to D.
+    template <class Tile>
+    static __device__ void put_back(const GemmParams& params, int rows, int result_row, const Work& work,
+                                    const Consumer& self) {
+        constexpr int CHUNKS = Tile::SHARE / 8, BOX_CHUNKS = Tile::BOX_COLS / 8;  // of 16 bytes
+        const EpilogueShape& shape = params.shape.epilogue;
+        auto* out = static_cast<typename Tile::Out*>(params.call.epilogue.out);
+#pragma unroll 4
+        for (int i = 0; i < CHUNKS / 2; ++i) {
+            const int item = i * kWarpSize + self.lane(), row = item / CHUNKS, chunk = item % CHUNKS;
+            const int own = self.warp_row() + row, n = work.n + chunk * 8;
+            const int to = __shfl_sync(~0u, result_row, row);
+            if (own >= rows || n >= shape.cols) continue;
+            const char* from = self.staging + chunk / BOX_CHUNKS * Tile::BOX_BYTES +
+                               swizzled_offset<Tile::BOX_COLS * 2>(own, chunk % BOX_CHUNKS);
+            *reinterpret_cast<uint4*>(out + to * shape.out.row + n) = *reinterpret_cast<const uint4*>(from);
         }
     }
 };

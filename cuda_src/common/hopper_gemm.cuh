@@ -235,6 +235,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
             const int row = work.m + self.row, M = params.shape.M;
             read_y<Tile>(y, *low_rank, int64_t(work.number) * M + row, M - row, self);
         }
+        auto passes = Tile::LowRank::template begin<Tile>(*low_rank, params.shape, work, self);
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
         multiply_stages<Tile>(acc, y, slot, k_blocks, exchange, self);
         const typename Tile::Epilogue epilogue(params.call.epilogue, params.shape.epilogue, work.batch, alpha,
@@ -248,7 +249,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
                 tile_phase ^= 1;
             }
             if constexpr (Tile::LowRank::kSorted) {
-                Tile::LowRank::template finish<Tile>(sum, epilogue, alpha, params, *low_rank, work, self);
+                Tile::LowRank::template finish<Tile>(passes, sum, epilogue, alpha, params, *low_rank, work, self);
             } else {
                 finish_work<Tile>(sum, epilogue, alpha, maps.d, work, self);
             }

@@ -12,19 +12,25 @@ enum Finish : int {
     kDirect,  // any epilogue, written by the threads: for a D that TMA cannot write, and for float32
 };
 
-// A low-rank part y @ lora_b with y = a @ lora_a, up to RANK ranks; see hopper_low_rank.cuh. kRides: y is made here.
+// Rows of a are not sorted by what is added to them; hopper_adapters.cuh has the other case.
 struct LowRankCall;
-template <int RANK_, bool kRides_, bool kAKMajor_, bool kBKMajor_> struct LowRank {
+struct NotSorted {
     using Call = LowRankCall;
+    static constexpr bool kSorted = false;
+    static constexpr int RANK_BUFFERS = 0;
+    template <class Tile, class... Arguments> static __device__ int begin(const Arguments&...) { return 0; }
+};
+
+// A low-rank part y @ lora_b with y = a @ lora_a, up to RANK ranks; see hopper_low_rank.cuh. kRides: y is made here.
+template <int RANK_, bool kRides_, bool kAKMajor_, bool kBKMajor_> struct LowRank : NotSorted {
     static constexpr int RANK = RANK_;
-    static constexpr bool kRides = kRides_, kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kSorted = false;
+    static constexpr bool kRides = kRides_, kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
     using OperandA = WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>;
     using Accumulators = float[RANK / 2];
 };
-struct NoLowRank {
-    using Call = LowRankCall;
+struct NoLowRank : NotSorted {
     static constexpr int RANK = 0;
-    static constexpr bool kRides = false, kSorted = false;
+    static constexpr bool kRides = false;
     using Accumulators = float[1];
 };
 
@@ -59,9 +65,9 @@ struct HopperTile {
     static constexpr int STAGE_BYTES = A_BYTES + B_BYTES + (LowRank::kRides ? LowRank::RANK * BLOCK_K * 2 : 0);
     // D leaves in boxes as wide as the swizzle, so that staging it is free of bank conflicts.
     static constexpr int BOX_COLS = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;
-    // Before that, the place holds sixteen ranks of lora_b: twice, as TF32, or for each warp, as they are.
+    // Before that, the place holds sixteen ranks of lora_b: twice, as TF32, or in buffers of each warp, as they are.
     static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2;
-    static constexpr int RANK_BYTES = SHARE * PARTS * (LowRank::kSorted || LowRank::RANK > 0 ? 128 : 0);
+    static constexpr int RANK_BYTES = SHARE * PARTS * 128 * max_of(LowRank::RANK_BUFFERS, LowRank::RANK > 0);
     static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * SHARE * 2, RANK_BYTES);
     // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
     using Slab = SharedTile<float, 16, 32>;
