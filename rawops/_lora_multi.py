@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,7 @@ import numpy as np
 from rawops import _gemm_sm90, config
 from rawops._gemm_call import Launch, OnHopper
 from rawops._gemm_config import Problem
-from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, check_bias, check_given, number
+from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, check_addend, check_bias, check_given, number
 from rawops._gemm_repack import Repacked
 from rawops._lora_multi_config import (
     ADAPTERS,
@@ -31,6 +30,7 @@ from rawops._lora_multi_config import (
     split_of_k,
 )
 from rawops._lora_product import Base, check_columns, check_input
+from rawops._lora_slices import check_slices, take_factors
 from rawops._runtime import arrays, checks, dtypes
 
 
@@ -115,8 +115,6 @@ class _MultiProduct(Base):
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
         x, c, *_, indices = operands
         check_input(self.function, x, c)
-        if x.ndim != 2:
-            checks.fail(ValueError, self.function, "x", "have 2 dimensions", f"shape {tuple(x.shape)}")
         checks.dtype(self.function, "lora_indices", indices, ("int32",))
         checks.shape(self.function, "lora_indices", indices, (x.shape[0],), "One index a row of x.")
         if addresses[-1] % 4 or indices.strides[0] % 4:
@@ -212,22 +210,25 @@ class MultiLoRA:
     gives the same bits.
     """
 
+    _function, _load_function = "MultiLoRA", "MultiLoRA.load"
+
     def __init__(
         self, c, max_loras: int, max_rank: int, *, slices=None, bias=None, activation: str | None = None
     ) -> None:
-        check_given("MultiLoRA", c=c)
-        (self.c, self.bias), _ = arrays.take("MultiLoRA", c=c, bias=bias)
-        device = arrays.device_of("MultiLoRA", c=self.c, bias=self.bias)
-        dtype = checks.dtype("MultiLoRA", "c", self.c, DTYPES)
+        function = self._function
+        check_given(function, c=c)
+        (self.c, self.bias), _ = arrays.take(function, c=c, bias=bias)
+        device = arrays.device_of(function, c=self.c, bias=self.bias)
+        dtype = checks.dtype(function, "c", self.c, DTYPES)
         if self.c.ndim != 2:
-            checks.fail(ValueError, "MultiLoRA", "c", "have 2 dimensions", f"shape {tuple(self.c.shape)}")
-        self.max_loras = checks.int_range("MultiLoRA", "max_loras", max_loras, 1, MAX_SIZE)
-        self.max_rank = checks.int_range("MultiLoRA", "max_rank", max_rank, 0, MAX_SIZE)
-        self.slices = check_slices("MultiLoRA", slices, self.c.shape[1])
+            checks.fail(ValueError, function, "c", "have 2 dimensions", f"shape {tuple(self.c.shape)}")
+        self.max_loras = checks.int_range(function, "max_loras", max_loras, 1, MAX_SIZE)
+        self.max_rank = checks.int_range(function, "max_rank", max_rank, 0, MAX_SIZE)
+        self.slices = check_slices(function, slices, self.c.shape[1])
         if self.bias is not None:
-            check_bias("MultiLoRA", self.bias, dtype, self.c.shape[1])
-        self._product = _MultiProduct("MultiLoRA", activation, None)
-        check_columns("MultiLoRA", self.c, activation)
+            check_bias(function, self.bias, dtype, self.c.shape[1])
+        self._product = _MultiProduct(function, activation, None)
+        check_columns(function, self.c, activation)
         self._device, self._current = device, _current_of(device)
         with self._current():
             stack = _Stack.empty(device, self.c.dtype, self.c.shape, self.max_loras, self.max_rank, self.slices)
@@ -248,7 +249,7 @@ class MultiLoRA:
         scaling : float
             Usually ``lora_alpha / rank``.
         """
-        function = "MultiLoRA.load"
+        function = self._load_function
         slot = checks.int_range(function, "slot", slot, 0, self.max_loras - 1)
         scaling = number(function, "scaling", scaling)
         pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)
@@ -260,7 +261,7 @@ class MultiLoRA:
                 if rank:
                     stack.a[slot, i, :rank, :K] = pair[0].T
                     stack.b[slot, start:stop, :rank] = pair[1].T
-                    stack.non_finite[slot] |= has_non_finite(pair[1])
+                    stack.non_finite[slot] |= _has_non_finite(pair[1])
                 stack.ranks[slot, i] = rank
             stack.scalings[slot] = scaling
 
@@ -271,18 +272,41 @@ class MultiLoRA:
             self._stack.ranks[slot] = 0
 
     def __call__(self, x, lora_indices, *, residual=None, out=None):
-        """Run on x (M, K) with the adapters in the slots lora_indices (M,), int32 on the device, in any order.
+        """Run on x (..., K) with the adapters in the slots lora_indices (...), int32 on the device, in any order.
 
         -1, any other number that is no slot, and that of an empty slot stand for no adapter; with RAWOPS_CHECK=1 the
         latter two raise ValueError, for which the indices are read on the host.
 
         Returns
         -------
-        array (M, N), or (M, N/2) for swiglu
+        array (..., N), or (..., N/2) for swiglu
         """
         if config.current().check:
             self._check_indices(lora_indices)
-        return self._product((x, self.c, out, None, self.bias, residual, lora_indices))
+        if getattr(x, "ndim", 2) == 2:
+            return self._product((x, self.c, out, None, self.bias, residual, lora_indices))
+        return self._call_flat(x, lora_indices, residual, out)
+
+    def _call_flat(self, x, lora_indices, residual, out):
+        """Run on x with batch axes, as rows."""
+        function = self._function
+        named = {"x": x, "lora_indices": lora_indices, "residual": residual, "out": out}
+        check_given(function, x=x, lora_indices=lora_indices)
+        (x, indices, residual, out), give = arrays.take(function, **named)
+        check_input(function, x, self.c)
+        checks.shape(function, "lora_indices", indices, x.shape[:-1], "One index a row of x.")
+        shape = (*x.shape[:-1], self.c.shape[1] // (2 if self._product.options.activation == "swiglu" else 1))
+        if residual is not None:
+            check_addend(function, "residual", residual, self.c.dtype.name, shape)
+            residual = np.broadcast_to(residual, shape).reshape(-1, shape[-1])
+        if out is not None:
+            checks.shape(function, "out", out, shape)
+        rows = (x.reshape(-1, x.shape[-1]), self.c, None, None, self.bias, residual, indices.reshape(-1))
+        with self._current():
+            result = self._product(rows).reshape(shape)
+            if out is not None:
+                out[...] = result
+        return give(result if out is None else out)
 
     def _check_indices(self, lora_indices) -> None:
         (indices,), _ = arrays.take("MultiLoRA", lora_indices=lora_indices)
@@ -294,63 +318,24 @@ class MultiLoRA:
                 checks.fail(ValueError, "MultiLoRA", "lora_indices", "name slots with an adapter", f"empty {index}")
 
 
-def check_slices(function: str, slices, N: int) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of columns as ints; one of all columns for None."""
-    if slices is None:
-        return ((0, N),)
-    hint = "Give a sequence of (start, stop), such as [(0, 4096), (4096, 5120)]."
-    if not isinstance(slices, Sequence) or not all(isinstance(s, Sequence) and len(s) == 2 for s in slices):
-        checks.fail(TypeError, function, "slices", "be pairs of column numbers", repr(slices), hint)
-    found = tuple(
-        (checks.int_range(function, "slices", start, 0, N), checks.int_range(function, "slices", stop, 0, N))
-        for start, stop in slices
-    )
-    if not found:
-        checks.fail(ValueError, function, "slices", "have at least one range", "none", hint)
-    ordered = sorted(found)
-    for start, stop in ordered:
-        if start > stop:
-            checks.fail(ValueError, function, "slices", "start before they stop", (start, stop), hint)
-    for one, other in itertools.pairwise(ordered):
-        if one[1] > other[0]:
-            checks.fail(ValueError, function, "slices", "not overlap", f"{one} and {other}", hint)
-    return found
+class SlicedLoRA(MultiLoRA):
+    """A linear layer with one adapter that has a part for each of some ranges of columns: a stack of one slot."""
+
+    def __init__(self, function: str, c, a, b, scaling: float, slices, bias, activation: str | None) -> None:
+        self._function = self._load_function = function
+        check_given(function, c=c, a=a, b=b)
+        ranks = [x.shape[1] for x in a if getattr(x, "ndim", 0) == 2] if isinstance(a, Sequence) else []
+        super().__init__(c, 1, max(ranks, default=0), slices=slices, bias=bias, activation=activation)
+        self.load(0, a, b, scaling)
+        self._index = self._device.empty((1,), np.dtype("int32"))
+        with self._current():
+            self._index[...] = 0
+
+    def __call__(self, x, *, residual=None, out=None):
+        return super().__call__(x, np.broadcast_to(self._index, x.shape[:-1]), residual=residual, out=out)
 
 
-def take_factors(function: str, c, a, b, slices: tuple, max_rank: int) -> list[tuple | None]:
-    """Return the arrays (a, b) of each slice, checked; None where there is no low-rank part."""
-    if len(slices) == 1 and not isinstance(a, Sequence):
-        a, b = [a], [b]
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, Sequence) or len(x) != len(slices):
-            got = f"{len(x)} of them" if isinstance(x, Sequence) else type(x).__name__
-            checks.fail(ValueError, function, name, f"have an array for each of {len(slices)} slices", got)
-    return [
-        _take_pair(function, c, pair, stop - start, max_rank, f"[{i}]" if len(slices) > 1 else "")
-        for i, (pair, (start, stop)) in enumerate(zip(zip(a, b, strict=True), slices, strict=True))
-    ]
-
-
-def _take_pair(function: str, c, pair: tuple, width: int, max_rank: int, which: str) -> tuple | None:
-    a_name, b_name = f"a{which}", f"b{which}"
-    if which and pair[0] is None and pair[1] is None:
-        return None
-    check_given(function, **dict(zip((a_name, b_name), pair, strict=True)))
-    (a, b, _), _ = arrays.take(function, **{a_name: pair[0], b_name: pair[1], "c": c})
-    arrays.device_of(function, **{"c": c, a_name: a, b_name: b})
-    for name, x in ((a_name, a), (b_name, b)):
-        checks.dtype(function, name, x, (c.dtype.name,), "c, a and b have one dtype; convert one of them.")
-        if x.ndim != 2:
-            checks.fail(ValueError, function, name, "have 2 dimensions", f"shape {tuple(x.shape)}")
-    rank = a.shape[1]
-    if rank > max_rank:
-        checks.fail(ValueError, function, a_name, f"have at most {max_rank} columns, the max_rank", rank)
-    checks.shape(function, a_name, a, (c.shape[0], rank), "a is (K, rank): transpose it?")
-    checks.shape(function, b_name, b, (rank, width), "b is (rank, columns): transpose it?")
-    return a, b
-
-
-def has_non_finite(x):
+def _has_non_finite(x):
     """Tell on the device whether a 16-bit array has an infinity or a NaN."""
     exponent = 0x7C00 if x.dtype.name == "float16" else 0x7F80
     return ((x.view("uint16") & exponent) == exponent).any()

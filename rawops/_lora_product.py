@@ -31,7 +31,7 @@ class LowRankProduct(Base):
         options = Options(activation)
         super().__init__(function, options, workspaces)
         self.scaling = number(function, "scaling", scaling)
-        self._base = Base(function, options, workspaces)
+        self.base = Base(function, options, workspaces)
         self._step = Product(function, Options(), workspaces)
 
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
@@ -43,14 +43,14 @@ class LowRankProduct(Base):
         if not is_plain and not is_wide:
             return super().prepare(device, operands, addresses)
         count = len(ROLES)
-        launch = self._base.prepare(device, operands[:count], addresses[:count])
+        launch = self.base.prepare(device, operands[:count], addresses[:count])
         # No tensor core takes wide types without rounding: three products, the sum in their own type.
         return launch if is_plain else replace(launch, overlaps=(), run=self._run_apart)
 
     def _run_apart(self, operands: tuple, *_) -> None:
         x, c, out, _, bias, residual, a, b = operands
         low, base = self._step((x, a, *NOTHING)), self._step((x, c, *NOTHING))
-        self._base((low, b, out, base, bias, residual), (0, self.scaling, 0), ONE)
+        self.base((low, b, out, base, bias, residual), (0, self.scaling, 0), ONE)
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         rank = request.arrays["lora_a"].shape[1]

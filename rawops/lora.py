@@ -17,8 +17,11 @@ import math
 from rawops._gemm_config import DTYPES
 from rawops._gemm_operands import check_bias, check_given, number
 from rawops._lora_grad import lora_linear_backward as lora_linear_backward
+from rawops._lora_merge import MergeError, merge_into
 from rawops._lora_multi import MultiLoRA as MultiLoRA
+from rawops._lora_multi import SlicedLoRA
 from rawops._lora_product import LowRankProduct, check_columns, check_weights
+from rawops._lora_slices import take_factors
 from rawops._runtime import arrays, checks
 
 
@@ -46,7 +49,9 @@ def _peft_matrices(**named) -> list:
     return matrices
 
 
-def lora_linear(x, c, a, b, *, scaling: float = 1.0, bias=None, residual=None, activation: str | None = None, out=None):
+def lora_linear(
+    x, c, a, b, *, scaling: float = 1.0, slices=None, bias=None, residual=None, activation: str | None = None, out=None
+):
     """Compute ``activation(x @ c + scaling * (x @ a) @ b + bias) + residual`` in one pass over the result.
 
     Both products are added in one float32 accumulator before the only write of the result, and the intermediate
@@ -65,6 +70,10 @@ def lora_linear(x, c, a, b, *, scaling: float = 1.0, bias=None, residual=None, a
         The low-rank factors, of any rank from 0 up. Nothing past the rank is read.
     scaling : float
         Usually ``lora_alpha / rank``. With 0, as with rank 0, `a` and `b` are not read.
+    slices : sequence of (start, stop), optional
+        Ranges of the N columns with factors of their own, such as the query, key and value columns of one fused weight:
+        `a` and `b` are then sequences of arrays (K, rank) and (rank, stop - start), with None for both where a range
+        has none. float16 and bfloat16 only; runs as a `MultiLoRA` of one slot, into which the factors are copied.
     bias : array (N,), optional
         Added to every row before the activation.
     residual : array broadcastable to the result, optional
@@ -92,6 +101,9 @@ def lora_linear(x, c, a, b, *, scaling: float = 1.0, bias=None, residual=None, a
     """
     if type(scaling) is not float:
         scaling = number("lora_linear", "scaling", scaling)
+    if slices is not None:
+        sliced = SlicedLoRA("lora_linear", c, a, b, scaling, slices, bias, activation)
+        return sliced(x, residual=residual, out=out)
     try:
         product = _product(activation, scaling)
     except TypeError:  # what cannot be hashed is no activation: the checks say so
@@ -112,20 +124,35 @@ class FusedLoRA:
     a : array (K, rank)
     b : array (rank, N)
     scaling : float
+    slices : sequence of (start, stop), optional
     bias : array (N,), optional
     activation : str, optional
-        As for `lora_linear`. The arrays are kept, not copied: changes of their content show in the next call.
+        As for `lora_linear`. The arrays are kept, not copied: changes of their content show in the next call. With
+        `slices`, a and b are copied.
+
+    Attributes
+    ----------
+    merged : bool
+        Whether c holds the adapter, see `merge`.
     """
 
-    def __init__(self, c, a, b, scaling: float = 1.0, *, bias=None, activation: str | None = None) -> None:
-        check_given("FusedLoRA", c=c, a=a, b=b)
-        (self.c, self.a, self.b, self.bias), _ = arrays.take("FusedLoRA", c=c, a=a, b=b, bias=bias)
-        arrays.device_of("FusedLoRA", c=self.c, a=self.a, b=self.b, bias=self.bias)
-        check_weights("FusedLoRA", self.c, self.a, self.b)
-        self._product = LowRankProduct("FusedLoRA", activation, scaling, workspaces={})
-        check_columns("FusedLoRA", self.c, activation)
+    def __init__(self, c, a, b, scaling: float = 1.0, *, slices=None, bias=None, activation: str | None = None) -> None:
+        function = "FusedLoRA"
+        check_given(function, c=c, a=a, b=b)
+        self.merged, self._sliced = False, None
+        (self.c, self.bias), _ = arrays.take(function, c=c, bias=bias)
+        self._product = LowRankProduct(function, activation, scaling, workspaces={})
+        if slices is None:
+            (self.a, self.b, _), _ = arrays.take(function, a=a, b=b, c=c)
+            arrays.device_of(function, c=self.c, a=self.a, b=self.b, bias=self.bias)
+            check_weights(function, self.c, self.a, self.b)
+            self.slices = ((0, self.c.shape[1]),)
+        else:
+            self._sliced = SlicedLoRA(function, c, a, b, self.scaling, slices, bias, activation)
+            self.a, self.b, self.slices = tuple(a), tuple(b), self._sliced.slices
+        check_columns(function, self.c, activation)
         if self.bias is not None:
-            check_bias("FusedLoRA", self.bias, self.c.dtype.name, self.c.shape[1])
+            check_bias(function, self.bias, self.c.dtype.name, self.c.shape[1])
 
     @property
     def scaling(self) -> float:
@@ -154,4 +181,42 @@ class FusedLoRA:
 
     def __call__(self, x, *, residual=None, out=None):
         """Run on x (..., M, K); returns (..., M, N), or N/2 columns for swiglu."""
+        if self.merged:
+            return self._product.base((x, self.c, out, None, self.bias, residual))
+        if self._sliced is not None:
+            return self._sliced(x, residual=residual, out=out)
         return self._product((x, self.c, out, None, self.bias, residual, self.a, self.b))
+
+    def merge(self) -> MergeError:
+        """Add ``scaling * a @ b`` to c in place, rounded once; calls then cost what ``x @ c`` costs.
+
+        Returns
+        -------
+        MergeError
+            What the rounding to c's dtype did. Reading it waits for the device, so a merge cannot be captured.
+        """
+        return self._add_to_weight("FusedLoRA.merge", 1)
+
+    def unmerge(self) -> MergeError:
+        """Take ``scaling * a @ b`` out of c again; c is then the base weight but for two roundings.
+
+        a and b must be as they were at the merge.
+
+        Returns
+        -------
+        MergeError
+            What the second rounding did.
+        """
+        return self._add_to_weight("FusedLoRA.unmerge", -1)
+
+    def _add_to_weight(self, function: str, sign: int) -> MergeError:
+        if self.merged is (sign > 0):
+            got = "a merged one" if self.merged else "the base weight"
+            checks.fail(ValueError, function, "c", f"be {'the base weight' if sign > 0 else 'a merged one'}", got)
+        if self._sliced is None:
+            pairs = [(self.a, self.b)]
+        else:
+            pairs = take_factors(function, self.c, self.a, self.b, self.slices)
+        error = merge_into(function, self.c, pairs, self.slices, sign * self.scaling)
+        self.merged = sign > 0
+        return error

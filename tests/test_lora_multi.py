@@ -481,7 +481,7 @@ def test_errors(device):
             lambda: sliced.load(0, [None, zeros(8, 4)], [None, zeros(4, 16)]),
         ),
         (ValueError, "MultiLoRA: x must have shape (..., M, 8)", lambda: op(zeros(4, 5), indices)),
-        (ValueError, "MultiLoRA: x must have 2 dimensions", lambda: op(zeros(2, 4, 8), indices)),
+        (ValueError, "MultiLoRA: lora_indices must have shape (2, 4)", lambda: op(zeros(2, 4, 8), indices)),
         (TypeError, "MultiLoRA: x must have dtype float16", lambda: op(zeros(4, 8, dtype="f4"), indices)),
         (ValueError, "MultiLoRA: lora_indices must have shape (4,)", lambda: op(x, indices[:3])),
         (TypeError, "MultiLoRA: lora_indices must have dtype int32", lambda: op(x, zeros(4, dtype="i8"))),
