@@ -28,7 +28,6 @@ __global__ void __launch_bounds__(Tile::THREADS) attention_sm80(const __grid_con
         Forward forward(params, work, tile, shared_address(shared));
         forward.run();
         forward.finish();
-        __syncthreads();
     }
 }
 

@@ -4,7 +4,7 @@ from rawops._gemm_w4 import pack_int4
 from rawops._runtime.custom import Kernel
 from rawops._runtime.device import emulate
 from rawops._runtime.kernel import kernels, precompile, reload
-from rawops.attention import flash_attention
+from rawops.attention import FlashAttention, flash_attention, flash_attention_varlen, merge_attention_states
 from rawops.errors import (
     BarrierError,
     CompileError,
@@ -31,6 +31,7 @@ __all__ = [
     "CompileError",
     "DistributedOperator",
     "EmulatorError",
+    "FlashAttention",
     "FusedLoRA",
     "Gemm",
     "Kernel",
@@ -49,12 +50,14 @@ __all__ = [
     "append_paged_kv",
     "emulate",
     "flash_attention",
+    "flash_attention_varlen",
     "gemm",
     "grouped_gemm",
     "kernels",
     "lora_linear",
     "lora_linear_backward",
     "lsmr",
+    "merge_attention_states",
     "pack_int4",
     "paged_attention",
     "precompile",

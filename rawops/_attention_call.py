@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from rawops import _attention_config as config
+from rawops import config as settings
 from rawops._attention_config import SIMT, SM80, Problem
 from rawops._attention_merge import merge_parts
 from rawops._attention_operands import (
@@ -20,6 +21,7 @@ from rawops._attention_operands import (
     Sizes,
     access_of,
     check_scores,
+    check_values,
     dense,
     sizes_of,
     span,
@@ -119,6 +121,7 @@ class Attention:
         found = arrays.signature(operands)
         if found is None:
             return self._call_converted(operands)
+        self._check_values(operands)
         key, addresses = found
         last, launch = self._last
         if key != last:
@@ -134,9 +137,15 @@ class Attention:
         if not device.is_emulated:
             result = self(operands)
         else:
+            self._check_values(operands)
             addresses = [device.pointer(x) for x in operands]
             result = self._run(self.prepare(device, operands, addresses), operands, addresses)
         return tuple(give(x) for x in result) if isinstance(result, tuple) else give(result)
+
+    def _check_values(self, operands: tuple) -> None:
+        if self.varlen is not None and settings.current().check:
+            named = dict(zip(ROLES, operands, strict=True))
+            check_values(self.function, named, sizes_of(self.function, named, self.varlen), self.varlen)
 
     def _check_given(self, named: dict) -> None:
         required = self.required if self.varlen is None else (*self.required, "cu_seqlens_q", "cu_seqlens_k")
@@ -196,8 +205,14 @@ class Attention:
         if named["out"] is not None:
             checks.dtype(self.function, "out", named["out"], (dtype.name,))
             checks.shape(self.function, "out", named["out"], sizes.out)
+        lse = named["lse"]
+        if lse is not None:
+            checks.dtype(self.function, "lse", lse, ("float32",))
+            checks.shape(self.function, "lse", lse, sizes.lse)
+            if not lse.flags.c_contiguous:
+                checks.fail(ValueError, self.function, "lse", "be C-contiguous", f"strides {lse.strides}")
         launch = Launch(device, sizes.out, dtype, sizes.lse, _overlaps(operands), None)
-        if sizes.batches * sizes.heads * sizes.total_q == 0:
+        if sizes.heads * sizes.total_q * (sizes.batches if self.varlen is None else 1) == 0:
             return launch
         return replace(launch, run=self._steps(device, named, addresses, sizes).run)
 

@@ -259,7 +259,7 @@ def _blocks(problem: Problem, config: Config) -> int:
 
 def _splits(blocks: int, steps: int, slots: int) -> int:
     """Return the smallest split whose waves are nearly as full as the best one's, with four steps or more a block."""
-    if 5 * blocks >= 4 * slots:
+    if blocks == 0 or 5 * blocks >= 4 * slots:
         return 1
     most = max(1, min(MOST_SPLITS, steps // 4))
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from rawops._attention_config import DTYPES
-from rawops._attention_operands import AXES, dense
+from rawops._attention_operands import AXES, dense, strides_of
+from rawops._runtime import arrays, checks
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 _THREADS = 128
@@ -66,3 +69,37 @@ def merge_parts(device, dtype: str, shape: tuple, lse_shape: tuple, axes: tuple,
         kernel.launch(grid, (_THREADS, 1, 1), (PARAMS.pack(*numbers),))
 
     return merge
+
+
+def merge_states(function: str, out_a, lse_a, out_b, lse_b) -> tuple:
+    """Merge two results; see rawops.merge_attention_states."""
+    named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, x in named.items():
+        if x is None:
+            checks.fail(TypeError, function, name, "be an array", "None")
+    (out_a, lse_a, out_b, lse_b), give = arrays.take(function, **named)
+    device = arrays.device_of(function, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    dtype = checks.dtype(function, "out_a", out_a, DTYPES)
+    if out_a.ndim not in (3, 4):
+        rule = "have 4 dimensions (batch, seqlen, heads, head_dim) or 3 (total, heads, head_dim)"
+        checks.fail(ValueError, function, "out_a", rule, f"shape {tuple(out_a.shape)}")
+    *batch, rows, heads, _ = out_a.shape
+    checks.dtype(function, "out_b", out_b, (dtype,))
+    checks.shape(function, "out_b", out_b, out_a.shape)
+    for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
+        checks.dtype(function, name, x, ("float32",))
+        checks.shape(function, name, x, (*batch, heads, rows))
+    out, lse = device.empty(out_a.shape, out_a.dtype), device.empty(lse_a.shape, np.dtype(np.float32))
+    if lse.size:
+        axes = (0, 1, 2, 3) if batch else (None, 0, 1, 2)
+        lse_axes = (0, 2, 1, None) if batch else (None, 1, 0, None)
+        numbers: list[int] = []
+        for state, its_lse in ((out_a, lse_a), (out_b, lse_b)):
+            numbers += [device.pointer(state), device.pointer(its_lse)]
+            numbers += [*strides_of(function, "out", state, axes), *strides_of(function, "lse", its_lse, lse_axes)]
+        extents = [1 if axis is None else out_a.shape[axis] for axis in axes]
+        numbers += [0, 0, device.pointer(out), device.pointer(lse), *dense(out.shape, axes)]
+        numbers += [*lse_strides(lse.shape), 2, *extents]
+        kernel = MERGE.kernel(device, in_dtype=dtype, out_dtype=dtype, two=True)
+        kernel.launch((-(-lse.size * 32 // _THREADS), 1, 1), (_THREADS, 1, 1), (PARAMS.pack(*numbers),))
+    return give(out), give(lse)

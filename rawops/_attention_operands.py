@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -94,6 +95,17 @@ def access_of(x, address: int) -> int:
         return itemsize
     steps = [address, *(s for extent, s in zip(x.shape[:-1], x.strides[:-1], strict=True) if extent > 1)]
     return next(width for width in (16, 8, 4, 2) if width == itemsize or not any(step % width for step in steps))
+
+
+def check_values(function: str, named: dict, sizes: Sizes, varlen: Layout) -> None:
+    """With RAWOPS_CHECK=1: raise for cu_seqlens that bound no sequences of these lengths; waits for the device."""
+    limits = {"q": (sizes.total_q, varlen.max_seqlen_q), "k": (named["k"].shape[0], varlen.max_seqlen_k)}
+    for name, (total, longest) in limits.items():
+        found = [int(x) for x in named[f"cu_seqlens_{name}"]]
+        lengths = [end - begin for begin, end in itertools.pairwise(found)]
+        if found[0] != 0 or min(lengths, default=0) < 0 or found[-1] > total or max(lengths, default=0) > longest:
+            rule = f"rise from 0 to at most {total} by at most {longest}"
+            checks.fail(ValueError, function, f"cu_seqlens_{name}", rule, found)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,26 @@ from __future__ import annotations
 import functools
 
 from rawops._attention_call import Attention
-from rawops._attention_operands import Options, checked
+from rawops._attention_merge import merge_states
+from rawops._attention_operands import LONGEST, Layout, Options, checked
+from rawops._runtime import arrays, checks
 
 
 @functools.lru_cache(maxsize=256)
-def _attention(options: Options) -> Attention:
-    """Return what all calls of `flash_attention` with these options share."""
-    return Attention("flash_attention", checked("flash_attention", options))
+def _attention(function: str, options: Options, varlen: Layout | None = None) -> Attention:
+    """Return what all calls of `function` with these options share."""
+    if varlen is not None:
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            checks.int_range(function, name, getattr(varlen, name), 0, LONGEST - 1)
+    return Attention(function, checked(function, options), varlen)
+
+
+def _run(operands: tuple, *options):
+    try:
+        attention = _attention(*options)
+    except TypeError:  # what cannot be hashed; if it is not wrong either, it runs without the cache
+        attention = _attention.__wrapped__(*options)
+    return attention(operands)
 
 
 def flash_attention(
@@ -83,8 +96,107 @@ def flash_attention(
     infinity at a hidden key stays hidden. To capture it in a CUDA graph, use `FlashAttention` with ``out=``.
     """
     options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse)
-    try:
-        attention = _attention(options)
-    except TypeError:  # what cannot be hashed; if it is not wrong either, it runs without the cache
-        attention = _attention.__wrapped__(options)
-    return attention((q, k, v, out, None, alibi_slopes, bias, None, None))
+    return _run((q, k, v, out, None, alibi_slopes, bias, None, None), "flash_attention", options)
+
+
+def flash_attention_varlen(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes=None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out=None,
+):
+    """Attend within each of many sequences that lie one after the other; otherwise as `flash_attention`.
+
+    Parameters
+    ----------
+    q : array (total_q, num_heads, head_dim)
+    k : array (total_k, num_kv_heads, head_dim)
+    v : array (total_k, num_kv_heads, head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : array (batch + 1,)
+        int32 on the device, from 0 on: sequence b has rows ``cu_seqlens[b]`` to before ``cu_seqlens[b + 1]``. Any
+        sequence may be empty on either side.
+    max_seqlen_q, max_seqlen_k : int
+        The longest sequences; what the grid is made for. A longer one is right all the same, only slower.
+    causal, softmax_scale, window, softcap, alibi_slopes, num_splits, return_lse
+        As for `flash_attention`, each sequence for itself.
+    out : array (total_q, num_heads, head_dim_v), optional
+
+    Returns
+    -------
+    out : array (total_q, num_heads, head_dim_v)
+        Rows past ``cu_seqlens_q[-1]`` are zeros; those of k and v past ``cu_seqlens_k[-1]`` are not read.
+    lse : array (num_heads, total_q)
+        With `return_lse`.
+
+    Notes
+    -----
+    The lengths are read on the device: nothing synchronises, and a captured graph may be replayed with other lengths
+    up to the longest. With ``RAWOPS_CHECK=1`` they are checked, which waits for the device.
+    """
+    options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse)
+    operands = (q, k, v, out, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k)
+    return _run(operands, "flash_attention_varlen", options, Layout(max_seqlen_q, max_seqlen_k))
+
+
+def merge_attention_states(out_a, lse_a, out_b, lse_b):
+    """Merge two results of attention over disjoint sets of keys into the result over both.
+
+    Parameters
+    ----------
+    out_a, out_b : array (batch, seqlen, num_heads, head_dim) or (total, num_heads, head_dim)
+        float16, bfloat16 or float32.
+    lse_a, lse_b : array (batch, num_heads, seqlen) or (num_heads, total)
+        float32, natural logarithm, as `flash_attention` returns it.
+
+    Returns
+    -------
+    out, lse : array
+        As out_a and lse_a. Where one lse is -inf the other state comes back bit for bit, and the empty one's out is not
+        read; where both are: zeros and -inf.
+    """
+    return merge_states("merge_attention_states", out_a, lse_a, out_b, lse_b)
+
+
+class FlashAttention:
+    """Attention with fixed options, for repeated calls; see `flash_attention`.
+
+    It keeps its workspaces, so after a first call a call of the same sizes with ``out=`` (and ``lse=``, if that is
+    wanted) allocates nothing and can be captured in a CUDA graph. Calls of one object share the workspaces: they belong
+    on one stream, or in an order that streams keep.
+
+    Parameters
+    ----------
+    causal, softmax_scale, window, softcap, alibi_slopes, num_splits, return_lse
+        As for `flash_attention`. `alibi_slopes` is kept, not copied.
+    """
+
+    def __init__(
+        self,
+        *,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        window: tuple[int | None, int | None] = (None, None),
+        softcap: float = 0.0,
+        alibi_slopes=None,
+        num_splits: int | None = None,
+        return_lse: bool = False,
+    ) -> None:
+        options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse)
+        self._attention = Attention("FlashAttention", checked("FlashAttention", options), workspaces={})
+        (self._slopes,), _ = arrays.take("FlashAttention", alibi_slopes=alibi_slopes)
+
+    def __call__(self, q, k, v, *, bias=None, out=None, lse=None):
+        """Run on q, k and v as `flash_attention`; lse (batch, num_heads, seqlen_q) is C-contiguous float32."""
+        return self._attention((q, k, v, out, lse, self._slopes, bias, None, None))

@@ -54,7 +54,7 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
     OnlineSoftmax<ATOMS_M> softmax;
     Accumulators acc;
 
-    // Begins with a tile of rows. All threads of the block come here, and are done with any tile before.
+    // Begins with a tile of rows. All threads of the block come here.
     __device__ AttentionForward(const AttentionParams& params_, Work& work_, int tile, uint32_t shared_)
         : params(params_),
           work(work_),
@@ -63,6 +63,7 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
           warp(threadIdx.x / kWarpSize),
           lane(threadIdx.x % kWarpSize),
           acc{} {
+        __syncthreads();  // all are done with the tile before
         if (threadIdx.x == 0) {
             work.first = tile * BLOCK_M;
             work.last = min_of(work.first + BLOCK_M, block.rows(params.shape)) - 1;
