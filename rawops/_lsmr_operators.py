@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rawops._lsmr_columns import SparseColumns
 from rawops._lsmr_kernels import DTYPES, GEMV, THREADS, Pair, Vectors, real_and_parts
 from rawops._runtime import arrays, checks
 from rawops._runtime.checks import fail
@@ -89,25 +90,6 @@ class SparseProduct:
         ones = store.device.empty((matrix.shape[0],), data.dtype)
         ones.fill(1)
         return squared.matvec(ones) if has_columns else squared.rmatvec(ones)
-
-
-class SparseColumns:
-    """A `SparseMatrix` times several columns at once, which reads it once."""
-
-    is_captured = True
-
-    def __init__(self, product: SparseProduct, vectors: Vectors) -> None:
-        self.vectors, self.nbytes = vectors, product.nbytes
-        self._ops = {False: product.matrix, True: product.matrix.H}
-        self._w = vectors.empty(max(product.shape))
-
-    def num_partials(self, transposed: bool) -> int:
-        return self.vectors.blocks(self._ops[transposed].shape[0])
-
-    def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
-        w = self._w[: y.shape[0]]
-        self._ops[transposed].matmat(x, out=w)
-        self.vectors.combine(scalars, w, y, partials)
 
 
 class DenseProduct:

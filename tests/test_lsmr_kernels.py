@@ -102,6 +102,34 @@ def test_gemv(device, rng, matrix, dtype, shape, columns):
             assert (device.get(partials).sum(axis=0) == squares(expected)).all()
 
 
+@pytest.mark.parametrize("columns", [3, 4, 8, 32, 36])
+@pytest.mark.parametrize(("matrix", "dtype"), [("float32", "float32"), ("float32", "float64"), ("complex64",) * 2])
+def test_sparse_times_columns(device, rng, matrix, dtype, columns):
+    """Rows long and short, a column that has stopped, one that starts anew, x that is NaN where A has no entry."""
+    a = np.where(rng.random((30, 60)) < 0.2, integers(rng, (30, 60), matrix), 0)
+    a[:, 7], a[5] = 0, 0
+    a = sparse.csr_array(a)
+    product = product_of("test", rawops.SparseMatrix.from_scipy(a))
+    vectors = vectors_of(device, dtype, columns)
+    bound = product.bind(vectors)
+    alpha, beta = np.full((columns, 2), 2.0), np.full((columns, 2), 3.0)
+    alpha[0], beta[0], beta[1] = 0, 1, 0
+    for transposed, op in ((False, a.toarray()), (True, a.conj().T.toarray())):
+        x, y = integers(rng, (op.shape[1], columns), dtype), integers(rng, (op.shape[0], columns), dtype)
+        expected = alpha[:, 0] * (op.astype("complex128") @ x) + beta[:, 0] * y
+        if not transposed:
+            x[7] = np.nan
+        y[:, 0], y[:, 1] = np.nan, np.nan
+        result = device.guarded(y.shape, dtype)
+        result[...] = device.put(y)
+        partials = vectors.partials(bound.num_partials(transposed))
+        pair = Pair(device.put(alpha)[:, 0], device.put(beta)[:, 0], 2)
+        bound.apply(transposed, device.put(x), result, pair, partials)
+        assert (device.get(result)[:, 1:] == expected[:, 1:]).all()
+        assert np.isnan(device.get(result)[:, 0]).all()
+        assert (device.get(partials).sum(axis=0)[1:] == squares(expected)[1:]).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
 @pytest.mark.parametrize("kind", ["dense", "sparse in one block", "sparse"])
 def test_whole_solve_passes_the_checks(device, rng, monkeypatch, dtype, kind):
