@@ -94,8 +94,9 @@ __global__ void __launch_bounds__(kLsmrThreads)
             const int64_t at = i * columns + place.column;
             Vector<R, PARTS> value = {};
             if (a != 0) {
-                for (int slice = 0; slice < count; ++slice) {
-                    const Vector<R, PARTS> part = w[slice * rows * columns + at];
+                const Vector<R, PARTS>* source = w + at;
+                for (int slice = 0; slice < count; ++slice, source += rows * columns) {
+                    const Vector<R, PARTS> part = *source;
 #pragma unroll
                     for (int p = 0; p < PARTS; ++p) value.data[p] += part.data[p];
                 }
