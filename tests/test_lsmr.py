@@ -56,10 +56,15 @@ def put_all(device, **arguments):
     return {name: device.put(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("damp", "starts"), [(0.0, False), (0.7, False), (0.0, True), (0.7, True)])
+@pytest.mark.parametrize(
+    ("shape", "damp", "starts"),
+    [
+        *(("over", damp, starts) for damp in (0.0, 0.7) for starts in (False, True)),
+        *((shape, *other) for shape in SHAPES if shape != "over" for other in ((0.0, False), (0.7, True))),
+    ],
+)
 def test_as_scipy(device, rng, shape, damp, starts):
-    a, b = system(rng, *SHAPES[shape])
+    a, b = system(rng, *SHAPES[shape], (1.0, 2.0))
     options = {"damp": damp, "x0": rng.standard_normal(a.shape[1]) if starts else None}
     ours = rawops.lsmr(device.put(a), device.put(b), **put_all(device, **options))
     assert_same(device, ours, scipy_lsmr(a, b, **options))
@@ -187,8 +192,8 @@ def test_what_is_not_finite_is_never_solved(device, rng, bad, where):
     a, b = system(rng, 8, 4)
     x0 = np.zeros(4)
     {"A": a[2:3, 1], "b": b[2:3], "x0": x0[2:3]}[where][...] = bad
-    ours = rawops.lsmr(device.put(a), device.put(b), x0=device.put(x0) if where == "x0" else None, maxiter=3)
-    assert (ours.istop, ours.itn) == (7, 3)
+    ours = rawops.lsmr(device.put(a), device.put(b), x0=device.put(x0) if where == "x0" else None, maxiter=2)
+    assert (ours.istop, ours.itn) == (7, 2)
     assert not ours.status.converged
 
 
@@ -309,7 +314,7 @@ def strided(device, a):
 
 
 def test_dense_of_any_strides(device, rng):
-    a, b = system(rng, 20, 7)
+    a, b = system(rng, 20, 7, (1.0, 2.0))
     expected = scipy_lsmr(a, b)
     padded = np.full((20, 3), np.nan)
     padded[:, 1] = b
@@ -321,7 +326,7 @@ def test_dense_of_any_strides(device, rng):
 
 @pytest.mark.parametrize("shape", [(3, 1500), (1500, 3), (300, 40)])
 def test_dense_in_several_slices_and_blocks(device, rng, shape):
-    a, b = system(rng, *shape)
+    a, b = system(rng, *shape, (1.0, 2.0))
     for matrix in (a, np.asfortranarray(a)):
         view = device.put(np.ascontiguousarray(matrix.T)).T if matrix is not a else device.put(a)
         assert_same(device, rawops.lsmr(view, device.put(b)), scipy_lsmr(a, b))
@@ -630,10 +635,10 @@ class Threads:
 
 
 @pytest.mark.skipif(has_gpu(), reason="threads stand in for processes in the emulator alone")
-@pytest.mark.parametrize("options", [{}, {"damp": 0.3, "x0": True}, {"preconditioner": "column"}], ids=str)
+@pytest.mark.parametrize("options", [{"damp": 0.3, "x0": True}, {"preconditioner": "column"}], ids=str)
 def test_rows_in_blocks(rng, options):
     """Three processes, one without rows: everywhere the answer of the whole system."""
-    a, b = system(rng, 30, 6, (1, 2, 3))
+    a, b = system(rng, 30, 6, (1, 2))
     options = {**options, "x0": np.ones(6)} if "x0" in options else options
     bounds, everyone, results = [0, 13, 13, 30], Threads(3), [None] * 3
 
