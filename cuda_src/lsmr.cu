@@ -150,7 +150,8 @@ __global__ void __launch_bounds__(kLsmrThreads)
     const double norm_u = finish_norm<1>(u_partials, u_count, column, columns);
     if (tests) {
         const bool is_new = s.untested != 0;
-        if (is_new) test(s, state.settings, normx), record(s, history, history_rows, column, columns);
+        if (is_new) judge(s, state.settings, normx), record(s, history, history_rows, column, columns);
+        if (s.istop > 0) freeze(s);
         has_stopped = s.phase == kStopped;
         if (is_new) state.next = s;
     }

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kBasisThreads)
     const LsmrScalars& s = state->next;
     if (s.phase == kStopped) return;
     auto* target = basis + (int64_t(s.itn) % capacity) * rows;
-    const R scale = R(inverse(s.sigma * s.alpha));
+    const R scale = R(s.over_v);
     for (int64_t i = int64_t(blockIdx.x) * kBasisThreads + threadIdx.x; i < rows; i += int64_t(gridDim.x) * kBasisThreads) {
         Vector<R, PARTS> x = v[i];
 #pragma unroll

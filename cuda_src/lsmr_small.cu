@@ -1,11 +1,13 @@
 // Whole iterations of LSMR in one block of threads, for a sparse matrix that one SM reads quickly enough: no launches, no
 // waiting for other SMs. Vectors and scalars stay in shared memory from iteration to iteration; the matrix stays in the
-// caches.
+// caches. The last warp does the estimates and the stopping tests while the others go on: a stop is known before the next
+// x would be made.
 #include "common/lsmr_state.cuh"
 
 namespace rawops {
 
 constexpr int kSmallThreads = 512;
+constexpr int kSmallWorkers = kSmallThreads - kWarpSize;
 
 // Compressed rows.
 template <class T> struct SmallRows {
@@ -40,8 +42,9 @@ __device__ inline double small_product(const SmallRows<Vector<R, PARTS>>& rows, 
                                        Vector<R, PARTS>* __restrict__ y, double alpha, double beta) {
     using T = Vector<R, PARTS>;
     const R a = R(alpha), b = R(beta);
-    const int lanes = rows.lanes, lane = threadIdx.x % lanes, at_once = kSmallThreads / lanes;
+    const int lanes = rows.lanes, lane = threadIdx.x % lanes, at_once = kSmallWorkers / lanes;
     double squares = 0;
+    if (threadIdx.x >= kSmallWorkers) return 0;
     for (int first = 0; first < rows.count; first += at_once) {
         const int row = first + threadIdx.x / lanes;
         const bool exists = row < rows.count;
@@ -101,19 +104,23 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     }
     __syncthreads();
 
+    const bool judges = threadIdx.x == kSmallWorkers;
+    double normx = 0;
     for (int iteration = 0; iteration < iterations && s.phase == kRun; ++iteration) {
-        const double norm_u = sqrt(small_sum(small_product<false>(rows, v, u, s.forward_alpha, s.forward_beta), warps));
+        double squares = small_product<false>(rows, v, u, s.forward_alpha, s.forward_beta);
+        if (judges && s.untested != 0) judge(s, settings, normx), record(s, history, history_rows, 0, 1);
+        const double norm_u = sqrt(small_sum(squares, warps));
+        if (s.istop > 0) break;
         if (threadIdx.x == 0) aim_v(s, norm_u);
         __syncthreads();
-        double squares = 0;
-        if (s.beta > 0) squares = small_product<true>(columns, u, v, s.adjoint_alpha, s.adjoint_beta);
+        squares = s.beta > 0 ? small_product<true>(columns, u, v, s.adjoint_alpha, s.adjoint_beta) : 0;
         const double norm_v = sqrt(small_sum(squares, warps));
         if (threadIdx.x == 0) next = turn(s, settings.damp, norm_v);
         __syncthreads();
+        if (judges) estimate(s, next);
         squares = 0;
-        if (threadIdx.x == kSmallThreads - 1) estimate(s, next);  // while the others move the vectors
         const R to_hbar = R(next.move.hbar), to_x = R(next.move.x), to_h = R(next.move.h), to_v = R(next.move.v);
-        for (int i = threadIdx.x; i < n; i += kSmallThreads) {
+        for (int i = threadIdx.x; i < n && threadIdx.x < kSmallWorkers; i += kSmallWorkers) {
             T hi = h[i], bi = hbar[i], xi = x[i];
             const T vi = v[i];
 #pragma unroll
@@ -125,11 +132,14 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
             hbar[i] = bi, x[i] = xi, h[i] = hi;
             squares += small_square(xi);
         }
-        const double normx = sqrt(small_sum(squares, warps));
-        if (threadIdx.x == 0) test(s, settings, normx), record(s, history, history_rows, 0, 1);
-        __syncthreads();
+        normx = sqrt(small_sum(squares, warps));
     }
-    if (threadIdx.x == 0) state->now = state->next = s;
+    __syncthreads();  // all have left the loop
+    if (judges) {
+        if (s.untested != 0) judge(s, settings, normx), record(s, history, history_rows, 0, 1);
+        if (s.istop > 0) freeze(s);
+        state->now = state->next = s;
+    }
     for (int i = threadIdx.x; i < m; i += kSmallThreads) vectors_u[i] = u[i];
     for (int i = threadIdx.x; i < n; i += kSmallThreads) {
         vectors_v[i] = v[i], vectors_x[i] = x[i], vectors_h[i] = h[i], vectors_hbar[i] = hbar[i];

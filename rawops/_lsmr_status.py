@@ -20,7 +20,7 @@ MESSAGES = (
     "the condition of A is too large for float64",
     "maxiter reached",
 )
-_SLACK = 10.0  # how far past its tolerance the truth may lie before an estimate is called false
+_SLACK = 10.0  # how far the truth may lie past an estimate before that is called false
 
 
 class Iteration(NamedTuple):
@@ -48,7 +48,8 @@ class Status:
     converged : bool
         The stop code says solved (0, 1, 2, 4 or 5) and the true norms agree.
     is_false : bool
-        The stop code says solved, and the true norms are more than ten times past the tolerance it stands for.
+        The stop code says solved, and the true norms do not: for 1 and 4 r is past its limit and A^H r ten times what
+        the recurrences made of it, for 2 and 5 A^H r is ten times past its limit.
     """
 
     def __init__(self, istop: int, report: dict, squares, settings: Settings) -> None:
@@ -78,7 +79,7 @@ class Status:
         eps = np.finfo(np.float64).eps
         if self.istop in (1, 4):
             limit = max(btol, eps) * self._report["normb"] + max(atol, eps) * norma * self._report["normx"]
-            return not self.normr <= _SLACK * limit
+            return not self.normr <= 1.001 * limit and not self.normar <= _SLACK * self._report["normar"]
         if self.istop in (2, 5):
             return not self.normar <= _SLACK * max(atol, eps) * norma * self.normr
         return False

@@ -23,6 +23,7 @@ struct LsmrScalars {
     double forward_alpha, forward_beta;                            // u = forward_alpha A v + forward_beta u
     double adjoint_alpha, adjoint_beta;                            // v = adjoint_alpha A^H u + adjoint_beta v
     double normb, alpha, beta, tau, sigma, untested, clears_x;
+    double over_u, over_v;  // one over the norms of the arrays
     double zetabar, alphabar, rho, rhobar, cbar, sbar;
     double betadd, betad, rhodold, tautildeold, thetatilde, zeta, d;
     double norma2, maxrbar, minrbar, rhotemp;
@@ -34,7 +35,7 @@ struct LsmrState {
     LsmrScalars next;  // written by lsmr_update, which has many readers of `now`
 };
 
-static_assert(sizeof(LsmrState) == 77 * sizeof(double), "_lsmr_engine.py knows where the scalars lie");
+static_assert(sizeof(LsmrState) == 81 * sizeof(double), "_lsmr_engine.py knows where the scalars lie");
 
 // How lsmr_update moves the vectors.
 struct LsmrMove {
@@ -80,25 +81,25 @@ __device__ inline void begin(LsmrState& state, const LsmrSettings& settings, dou
     LsmrScalars s = {};
     s.phase = kStart, s.normb = normb, s.beta = beta;
     s.tau = s.forward_beta = power_of_two(beta);
-    s.adjoint_alpha = beta > 0 ? inverse(s.tau * beta) : 0;
+    s.over_u = inverse(s.tau * beta);
+    s.adjoint_alpha = beta > 0 ? s.over_u : 0;
     state.settings = settings, state.now = state.next = s;
 }
 
 // The scalars of u = A v - alpha u.
 __device__ inline void aim_u(LsmrScalars& s) {
-    const double tau = power_of_two(s.alpha);
-    s.forward_alpha = tau * inverse(s.sigma * s.alpha), s.forward_beta = -tau * s.alpha * inverse(s.tau * s.beta);
-    s.tau = tau;
+    s.tau = power_of_two(s.alpha);
+    s.forward_alpha = s.tau * s.over_v, s.forward_beta = -s.tau * s.alpha * s.over_u;
 }
 
 // The scalars of v = A^H u - beta v, from the norm of the array of u. Where u vanished, v and its norm stay.
 __device__ inline void aim_v(LsmrScalars& s, double norm_u) {
-    s.beta = norm_u / s.tau;
+    s.beta = norm_u * power_of_two(s.tau);
+    s.over_u = inverse(norm_u);
     s.adjoint_alpha = 0, s.adjoint_beta = 1;
     if (!(s.beta > 0)) return;
-    const double sigma = power_of_two(s.alpha);
-    s.adjoint_alpha = sigma * inverse(norm_u), s.adjoint_beta = -sigma * s.beta * inverse(s.sigma * s.alpha);
-    s.sigma = sigma;
+    s.sigma = power_of_two(s.alpha);
+    s.adjoint_alpha = s.sigma * s.over_u, s.adjoint_beta = -s.sigma * s.beta * s.over_v;
 }
 
 // After the first v: the state before iteration 1, or the end where there is nothing to do.
@@ -109,12 +110,12 @@ __device__ inline LsmrMove prepare(LsmrScalars& s, const LsmrSettings& settings,
     s.rho = s.rhobar = s.cbar = s.rhodold = s.conda = 1;
     s.betadd = s.normr = s.beta;
     s.norma2 = s.alpha * s.alpha, s.norma = s.alpha, s.minrbar = 1e100;
-    s.sigma = power_of_two(s.alpha);
+    s.sigma = power_of_two(s.alpha), s.over_v = inverse(s.sigma * s.alpha);
     aim_u(s);
     s.phase = kRun;
     s.clears_x = s.normar != 0 && s.normb == 0;
     if (s.normar == 0 || s.normb == 0 || !(settings.maxiter > 0)) freeze(s);
-    return {0, 0, 0, inverse(s.alpha)};
+    return {0, 0, 0, s.sigma * s.over_v};
 }
 
 // What one iteration leaves for its estimates.
@@ -124,9 +125,9 @@ struct LsmrTurn {
     double thetabar, rhobarold, zetaold;
 };
 
-// After the new v, from the norm of its array: the rotations that x needs.
+// After the new v, from the norm of its array: the rotations that x needs, and the scalars of the next u.
 __device__ inline LsmrTurn turn(LsmrScalars& s, double damp, double norm_v) {
-    if (s.beta > 0) s.alpha = norm_v / s.sigma;
+    if (s.beta > 0) s.alpha = norm_v * power_of_two(s.sigma), s.over_v = inverse(norm_v);
     const Rotation hat = rotate(s.alphabar, damp), q = rotate(hat.r, s.beta);
     const double rhoold = s.rho, rhobarold = s.rhobar, zetaold = s.zeta, thetanew = q.s * s.alpha;
     s.rho = q.r, s.alphabar = q.c * s.alpha;
@@ -136,11 +137,12 @@ __device__ inline LsmrTurn turn(LsmrScalars& s, double damp, double norm_v) {
     s.cbar = bar.c, s.sbar = bar.s, s.rhobar = bar.r;
     s.zeta = s.cbar * s.zetabar, s.zetabar = -s.sbar * s.zetabar;
     const LsmrMove move = {-(thetabar * s.rho / (rhoold * rhobarold)), s.zeta / (s.rho * s.rhobar), -(thetanew / s.rho),
-                           inverse(s.sigma * s.alpha)};
+                           s.over_v};
+    aim_u(s);
     return {move, hat, q, thetabar, rhobarold, zetaold};
 }
 
-// After `turn`: the norms of r, A^H r and A, the condition of A, and the scalars of the next u.
+// After `turn`: the norms of r, A^H r and A, and the condition of A.
 __device__ inline void estimate(LsmrScalars& s, const LsmrTurn& t) {
     const double betaacute = t.hat.c * s.betadd, betacheck = -t.hat.s * s.betadd, betahat = t.q.c * betaacute;
     s.betadd = -t.q.s * betaacute;
@@ -160,13 +162,11 @@ __device__ inline void estimate(LsmrScalars& s, const LsmrTurn& t) {
     s.maxrbar = t.rhobarold > s.maxrbar ? t.rhobarold : s.maxrbar;
     if (s.itn > 1) s.minrbar = t.rhobarold < s.minrbar ? t.rhobarold : s.minrbar;
     s.conda = (s.rhotemp > s.maxrbar ? s.rhotemp : s.maxrbar) / (s.rhotemp < s.minrbar ? s.rhotemp : s.minrbar);
-
-    aim_u(s);
     s.untested = 1;
 }
 
 // After the new x: the stopping tests. A comparison with NaN is false, so NaN only ever stops at maxiter.
-__device__ inline void test(LsmrScalars& s, const LsmrSettings& settings, double normx) {
+__device__ inline void judge(LsmrScalars& s, const LsmrSettings& settings, double normx) {
     s.normx = normx;
     const double scale = s.norma * normx / s.normb, product = s.norma * s.normr;
     const double test1 = s.normr / s.normb, test2 = product != 0 ? s.normar / product : 1.0 / 0.0, test3 = 1 / s.conda;
@@ -179,7 +179,6 @@ __device__ inline void test(LsmrScalars& s, const LsmrSettings& settings, double
     if (test2 <= settings.atol) s.istop = kLeast;
     if (test1 <= rtol) s.istop = kSolve;
     s.untested = 0;
-    if (s.istop > 0) freeze(s);
 }
 
 // A row of the history, which is a ring of rows (columns, 5).
