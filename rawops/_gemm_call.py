@@ -23,6 +23,7 @@ from rawops._gemm_operands import (
     Options,
     Request,
     Sizes,
+    Types,
     check,
     check_given,
     check_options,
@@ -35,10 +36,10 @@ from rawops._gemm_operands import (
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.kernel import Function
 
-ONE, ZERO = (0, 1.0, 0), (0, 0.0, 0)  # scalars as the kernels take them: address, value, type of the array
+# Scalars as the kernels take them: the address and type of an array, and what its entry, or 1, is multiplied with.
+ONE, ZERO = (0, 1.0, 0), (0, 0.0, 0)
 
 _OUT = ROLES.index("out")
-_OPTIONAL = ("out", "c", "bias", "residual")
 _IN_PLACE = ("c", "residual")  # out may be one of these, entry for entry
 _MAX_GRID_Z = 65535
 _MAX_LAUNCHES = 4096  # of one product
@@ -64,7 +65,7 @@ def _address(function: str, name: str, value, a) -> tuple[int, float, int]:
         return 0, value, 0
     (a,), _ = arrays.take(function, a=a)
     device = arrays.device_of(function, a=a, **{name: value})
-    return device.pointer(value), 0.0, SCALAR_TYPES.index(dtypes.name(value.dtype))
+    return device.pointer(value), 1.0, SCALAR_TYPES.index(dtypes.name(value.dtype))
 
 
 def scalar(function: str, name: str, value):
@@ -223,9 +224,11 @@ class Product:
     roles: ClassVar[tuple[str, ...]] = ROLES
     names: ClassVar[dict[str, str]] = {}  # what the user calls an operand, where that is not its role
     _all: ClassVar[weakref.WeakSet[Product]] = weakref.WeakSet()
+    optional: ClassVar[tuple[str, ...]] = ("out", "c", "bias", "residual")
+    types: ClassVar[Types] = Types()
 
     def __init__(self, function: str, options: Options, workspaces: dict | None = None) -> None:
-        check_options(function, options)
+        check_options(function, options, self.types)
         self.function, self.options, self.workspaces = function, options, workspaces
         self._launches: dict[tuple, Launch] = {}
         self._last: tuple = (None, None)
@@ -278,7 +281,7 @@ class Product:
 
     def _check_given(self, operands: tuple) -> None:
         named = zip(self.roles, operands, strict=True)
-        check_given(self.function, **{self.names.get(role, role): x for role, x in named if role not in _OPTIONAL})
+        check_given(self.function, **{self.names.get(role, role): x for role, x in named if role not in self.optional})
 
     def _run(self, launch: Launch, operands: tuple, addresses: list, alpha: tuple, beta: tuple):
         out = operands[_OUT]
@@ -288,7 +291,11 @@ class Product:
             operands = (*operands[:_OUT], out, *operands[_OUT + 1 :])
         elif launch.collides(addresses):
             aside = launch.device.empty(launch.out_shape, launch.out_dtype)
-            out[...] = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), alpha, beta)
+            result = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), alpha, beta)
+            if out.itemsize == 1:  # CuPy copies no float8
+                out.view("uint8")[...] = result.view("uint8")
+            else:
+                out[...] = result
             return out
         if launch.run is not None:
             launch.run(operands, addresses, alpha, beta)
@@ -318,7 +325,7 @@ class Product:
 
     def check(self, request: Request) -> tuple[str, str, Sizes]:
         """Check everything that the user can get wrong; return the dtypes of a and out, and the sizes."""
-        return check(request)
+        return check(request, self.types)
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         """Return the product on Hopper's own kernel, None where another one is to take it."""

@@ -8,6 +8,8 @@ from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+IN_PLACE, PROMOTED, BLOCK_SCALED, COLUMN_SCALED = range(4)  # Promotion in scaling.cuh
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu", "swiglu")  # the index is the kernels' number
 SWIGLU = ACTIVATIONS.index("swiglu")
 SCALAR_TYPES = ("float32", "float64", "float16", "bfloat16")  # of alpha and beta arrays; likewise
@@ -73,6 +75,16 @@ TILES = {
         Tile(64, 64, 16, 4, (2, 2)),
         Tile(16, 64, 16, 5, (1, 4)),
     ),
+    "8-bit": (
+        Tile(128, 128, 128, 3, (2, 4)),
+        Tile(64, 64, 128, 4, (2, 2)),
+        Tile(16, 128, 128, 4, (1, 4)),
+    ),
+    "8-bit promoted": (  # with a second set of accumulators
+        Tile(64, 128, 128, 4, (2, 4)),
+        Tile(64, 64, 128, 4, (2, 2)),
+        Tile(16, 128, 128, 4, (1, 4)),
+    ),
     "float32": (
         Tile(256, 128, 8, 3, (4, 2)),
         Tile(128, 128, 8, 3, (2, 2)),
@@ -84,7 +96,7 @@ TILES = {
 # --- parameters -----------------------------------------------------------------------------------------------------
 
 
-def _strides(name: str) -> dict[str, str]:
+def strides_of(name: str) -> dict[str, str]:
     return {f"{name}_{axis}": "int64" for axis in ("row", "col", "batch0", "batch1", "batch2")}
 
 
@@ -99,7 +111,7 @@ CALL_FIELDS = {
     **_scalar("beta"),
 }
 SHAPE_FIELDS = {
-    **{key: kind for name in ("a", "b", "out", "c", "residual") for key, kind in _strides(name).items()},
+    **{key: kind for name in ("a", "b", "out", "c", "residual") for key, kind in strides_of(name).items()},
     "bias_stride": "int64",
     "bias_batch": "int64",
     **dict.fromkeys(("rows", "cols", "out_flags", "c_flags", "bias_flags", "residual_flags"), "int32"),
@@ -175,7 +187,11 @@ REDUCE = KernelSpec(
 
 @dataclass(frozen=True)
 class Problem:
-    """What a configuration depends on. N counts columns of b; `access` is the narrower access to a and b in bytes."""
+    """What a configuration depends on.
+
+    N counts columns of b; `access` is the narrower access to a and b in bytes. `promoted`: sums of parts of K are added
+    up beside the tensor cores.
+    """
 
     dtype: str
     M: int
@@ -184,9 +200,12 @@ class Problem:
     batches: int = 1
     tf32: bool = False
     access: int = 16
+    promoted: bool = False
 
     @property
     def kind(self) -> str:
+        if dtypes.itemsize(self.dtype) == 1:
+            return "8-bit promoted" if self.promoted else "8-bit"
         if self.dtype == "float32":
             return "tf32" if self.tf32 else "float32"
         if self.dtype == "float64":
@@ -195,7 +214,7 @@ class Problem:
 
     @property
     def accumulator(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
+        return {"float64": "float64", "int8": "int32"}.get(self.dtype, "float32")
 
     def tiles(self, tile: Tile) -> int:
         return -(-self.M // tile.block_m) * -(-self.N // tile.block_n) * self.batches

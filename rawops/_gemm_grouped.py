@@ -93,8 +93,8 @@ class GroupedProduct(Product):
         dtype = _check_operands(request)
         (M, K), (G, _, N) = request.arrays["a"].shape, request.arrays["b"].shape
         sizes = Sizes(M, N, K, N // 2 if self.options.activation == "swiglu" else N, ())
-        out_dtype = result_dtype(request, dtype)
-        check_epilogue(request, dtype, sizes, G)
+        out_dtype = result_dtype(request, dtype, self.types)
+        check_epilogue(request, self.types.of_addends(dtype), sizes, G)
         return dtype, out_dtype, sizes
 
     def _steps(self, device, request: Request, dtype: str, out_dtype: str, sizes: Sizes):

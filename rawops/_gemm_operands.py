@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rawops._gemm_config import ACTIVATIONS, DTYPES, SHAPE
+from rawops._gemm_config import ACTIVATIONS, DTYPES, FLOAT8, SHAPE
 from rawops._runtime import checks, dtypes
 
 ROLES = ("a", "b", "out", "c", "bias", "residual")  # in the order in which the kernels take their addresses
 MAX_SIZE = 2**31 - 2**16  # leaves the kernels' int arithmetic room for a tile
+PRECISIONS = {"tf32": ("float32",), "fast": FLOAT8}  # and the dtypes that have them
 
 _MAX_BATCH_AXES = 3
 _ALIGNED, _FLOAT32 = 1, 2  # OperandFlags in epilogue.cuh
@@ -53,6 +54,25 @@ class Request:
         checks.fail(kind, self.function, self.names.get(role, role), rule, got, hint)
 
 
+class Types:
+    """Which dtypes go together: those of products whose operands have one type."""
+
+    def of_operands(self, request: Request) -> str:
+        """Check the dtypes of a and b; return that of a."""
+        a, b = request.arrays["a"], request.arrays["b"]
+        dtype = checks.dtype(request.function, "a", a, DTYPES)
+        checks.dtype(request.function, "b", b, (dtype,), "a and b have one dtype; convert one of them.")
+        return dtype
+
+    def of_result(self, dtype: str) -> tuple[str, ...]:
+        """Return what the result can have for a of this dtype, the default first."""
+        return tuple(dict.fromkeys((dtype, "float32")))
+
+    def of_addends(self, dtype: str) -> tuple[str, ...]:
+        """Return what c, bias and residual can have."""
+        return (dtype,) if dtype in ("float32", "float64") else (dtype, "float32")
+
+
 @dataclass
 class Operand:
     """An array as the kernels see it: strides in elements, batch axes as in the result."""
@@ -88,9 +108,9 @@ class Sizes:
 # --- checks of what a call's arrays do not change ---------------------------------------------------------------------
 
 
-def check_options(function: str, options: Options) -> None:
+def check_options(function: str, options: Options, types: Types) -> None:
     """Check the options by themselves, and with the sizes of a plan."""
-    for name, allowed in (("activation", ACTIVATIONS), ("precision", (None, "tf32"))):
+    for name, allowed in (("activation", ACTIVATIONS), ("precision", (None, *PRECISIONS))):
         value = getattr(options, name)
         checks.choice(function, name, value if isinstance(value, (str, type(None))) else type(value), allowed)
     if options.split_k is not None:
@@ -101,7 +121,7 @@ def check_options(function: str, options: Options) -> None:
             checks.fail(ValueError, function, "N", "be even for swiglu", N)
         check_precision(function, options.precision, dtype)
         if options.out_dtype is not None:
-            _out_dtype(function, "out_dtype", options.out_dtype, dtype)
+            _check_result(function, "out_dtype", options.out_dtype, dtype, types)
 
 
 def split_count(function: str, split_k) -> int:
@@ -134,57 +154,53 @@ def check_given(function: str, **named) -> None:
             checks.fail(ValueError, function, name, "be given", "None")
 
 
-def check_bias(function: str, x, dtype: str, N: int, groups: int | None = None) -> None:
+def check_bias(function: str, x, allowed: tuple[str, ...], N: int, groups: int | None = None) -> None:
     """Check a bias (N,); with `groups`, it may be (groups, N)."""
-    checks.dtype(function, "bias", x, _epilogue_dtypes(dtype))
+    checks.dtype(function, "bias", x, allowed)
     checks.shape(function, "bias", x, (N,) if groups is None or x.ndim == 1 else (groups, N))
 
 
-def check_addend(function: str, role: str, x, dtype: str, target: tuple) -> None:
+def check_addend(function: str, role: str, x, allowed: tuple[str, ...], target: tuple) -> None:
     """Check c or the residual, which broadcasts to `target`."""
-    checks.dtype(function, role, x, _epilogue_dtypes(dtype))
+    checks.dtype(function, role, x, allowed)
     trailing = target[len(target) - x.ndim :] if x.ndim <= len(target) else None
     fits = trailing and all(have in (1, want) for have, want in zip(x.shape, trailing, strict=True))
     if x.ndim < 2 or not fits:
         checks.fail(ValueError, function, role, f"broadcast to shape {target}", f"shape {tuple(x.shape)}")
 
 
-def _epilogue_dtypes(dtype: str) -> tuple[str, ...]:
-    return (dtype,) if dtype in ("float32", "float64") else (dtype, "float32")
-
-
 def check_precision(function: str, precision: str | None, dtype: str) -> None:
-    if precision == "tf32" and dtype != "float32":
-        checks.fail(ValueError, function, "precision", f"be None for {dtype}", repr(precision), "TF32 rounds float32.")
+    if precision is not None and dtype not in PRECISIONS[precision]:
+        hint = f"{precision!r} is for {' and '.join(PRECISIONS[precision])}."
+        checks.fail(ValueError, function, "precision", f"be None for {dtype}", repr(precision), hint)
 
 
-def _out_dtype(function: str, argument: str, wanted, dtype: str) -> str:
-    return check_dtype(function, argument, wanted, dict.fromkeys((dtype, "float32")), f" for {dtype} inputs")
+def _check_result(function: str, argument: str, wanted, dtype: str, types: Types) -> str:
+    return check_dtype(function, argument, wanted, types.of_result(dtype), f" for {dtype} inputs")
 
 
 # --- checks of a call -----------------------------------------------------------------------------------------------
 
 
-def check(request: Request) -> tuple[str, str, Sizes]:
+def check(request: Request, types: Types) -> tuple[str, str, Sizes]:
     """Check everything that the user can get wrong; return the dtypes of a and out, and the sizes."""
     options, arrays = request.options, request.arrays
     a, b = arrays["a"], arrays["b"]
     if options.sizes is not None:
         _check_plan(request, *options.sizes)
-    dtype = _check_operands(request)
+    dtype = types.of_operands(request)
+    _check_shapes(request, dtype)
     N = b.shape[-1]
     cols = N // 2 if options.activation == "swiglu" else N
     sizes = Sizes(a.shape[-2], N, a.shape[-1], cols, _broadcast_batch(request))
-    out_dtype = result_dtype(request, dtype)
-    check_epilogue(request, dtype, sizes)
+    out_dtype = result_dtype(request, dtype, types)
+    check_epilogue(request, types.of_addends(dtype), sizes)
     return dtype, out_dtype, sizes
 
 
-def _check_operands(request: Request) -> str:
-    function, options = request.function, request.options
+def _check_shapes(request: Request, dtype: str) -> None:
+    options = request.options
     a, b = request.arrays["a"], request.arrays["b"]
-    dtype = checks.dtype(function, "a", a, DTYPES)
-    checks.dtype(function, "b", b, (dtype,), "a and b have one dtype; convert one of them.")
     for role, x in (("a", a), ("b", b)):
         if x.ndim < 2:
             hint = "Make a vector a matrix with x[None, :] or x[:, None]."
@@ -196,8 +212,7 @@ def _check_operands(request: Request) -> str:
         request.fail(ValueError, "b", rule, f"shapes {tuple(a.shape)} @ {tuple(b.shape)}", "Transpose it?")
     if options.activation == "swiglu" and b.shape[-1] % 2:
         request.fail(ValueError, "b", "have an even number of columns for swiglu", b.shape[-1])
-    check_precision(function, options.precision, dtype)
-    return dtype
+    check_precision(request.function, options.precision, dtype)
 
 
 def _check_plan(request: Request, M: int, N: int, K: int, dtype: str) -> None:
@@ -205,7 +220,7 @@ def _check_plan(request: Request, M: int, N: int, K: int, dtype: str) -> None:
         x = request.arrays[role]
         if x.shape[-2:] != shape:
             request.fail(ValueError, role, f"have shape (..., {shape[0]}, {shape[1]})", tuple(x.shape))
-        checks.dtype(request.function, role, x, (dtype,))
+    checks.dtype(request.function, "a", request.arrays["a"], (dtype,))
 
 
 def _broadcast_batch(request: Request) -> tuple[int, ...]:
@@ -220,22 +235,22 @@ def _broadcast_batch(request: Request) -> tuple[int, ...]:
     return batch
 
 
-def result_dtype(request: Request, dtype: str) -> str:
+def result_dtype(request: Request, dtype: str, types: Types) -> str:
     given, out = request.options.out_dtype, request.arrays["out"]
-    wanted = given if given is not None else out.dtype if out is not None else dtype
-    name = _out_dtype(request.function, "out" if given is None else "out_dtype", wanted, dtype)
+    wanted = given if given is not None else out.dtype if out is not None else types.of_result(dtype)[0]
+    name = _check_result(request.function, "out" if given is None else "out_dtype", wanted, dtype, types)
     if out is not None:
         checks.dtype(request.function, "out", out, (name,), "out and out_dtype name the same type.")
     return name
 
 
-def check_epilogue(request: Request, dtype: str, sizes: Sizes, groups: int | None = None) -> None:
+def check_epilogue(request: Request, allowed: tuple[str, ...], sizes: Sizes, groups: int | None = None) -> None:
     function, arrays = request.function, request.arrays
     for role, target in (("c", (*sizes.batch, sizes.M, sizes.N)), ("residual", sizes.result)):
         if arrays[role] is not None:
-            check_addend(function, role, arrays[role], dtype, target)
+            check_addend(function, role, arrays[role], allowed, target)
     if arrays["bias"] is not None:
-        check_bias(function, arrays["bias"], dtype, sizes.N, groups)
+        check_bias(function, arrays["bias"], allowed, sizes.N, groups)
     out = arrays["out"]
     if out is not None:
         checks.shape(function, "out", out, sizes.result)
@@ -304,6 +319,7 @@ def fold_batch(operands: dict[str, Operand], sizes: Sizes) -> tuple[int, tuple[i
     """
     M = sizes.M
     stacked = [x for role, x in operands.items() if role != "bias"]
+    fixed = [operands[role] for role in ("b", "scale_b") if role in operands]
     axes = [(extent, [x.batch[i] for x in stacked]) for i, extent in enumerate(sizes.batch) if extent != 1]
     merged: list[tuple[int, list[int]]] = []
     for extent, strides in reversed(axes):
@@ -314,9 +330,9 @@ def fold_batch(operands: dict[str, Operand], sizes: Sizes) -> tuple[int, tuple[i
     if merged:
         extent, strides = merged[-1]
         step = dict(zip((id(x) for x in stacked), strides, strict=True))
-        rows = [x for x in stacked if x is not operands["b"]]
+        rows = [x for x in stacked if all(x is not y for y in fixed)]
         even = all(M == 1 or step[id(x)] == M * x.row for x in rows)
-        if step[id(operands["b"])] == 0 and even and M * extent <= MAX_SIZE:
+        if all(step[id(x)] == 0 for x in fixed) and even and M * extent <= MAX_SIZE:
             for x in rows:
                 x.row = step[id(x)] if M == 1 else x.row
             M *= extent

@@ -98,10 +98,15 @@ def plan(device, problem, described: dict, layouts: dict, extents: tuple) -> tup
     operations = 2 * problem.M * problem.N * problem.K * problem.batches
     if not chosen or not pays(operations, problem.access, copied):
         return {}, described
+    # Where columns are contiguous, up must start on 16 bytes, too.
+    majors = {role: layouts[role][0] or layouts[role][2] % 8 != 0 for role in chosen}
+    return copies_of(device, majors, described, problem, extents)
+
+
+def copies_of(device, majors: dict, described: dict, problem, extents: tuple) -> tuple[dict[int, Copy], dict]:
+    """Plan the copies of some operands, by role whether along K (True) or along the other axis; returns as `plan`."""
     copies, replaced, offset = {}, dict(described), 0
-    for role in chosen:
-        k_major, _, gate = layouts[role]
-        k_major = k_major or gate % 8 != 0  # where columns are contiguous, up must start on 16 bytes, too
+    for role, k_major in majors.items():
         x, mn = described[role], problem.M if role == "a" else problem.N
         strides = (x.row, x.col) if role == "a" else (x.col, x.row)
         copy, (mn_stride, k_stride), batch = _copy(device, x, (mn, problem.K), strides, k_major, extents, offset)
@@ -142,7 +147,7 @@ def _copy(device, x: Operand, sizes: tuple, strides: tuple, k_major: bool, exten
 
 @dataclass(frozen=True)
 class Repacked:
-    """A product whose operands, by their index, are copied before."""
+    """A product whose operands, by their index, are copied before into a workspace, one after the other."""
 
     copies: dict[int, Copy]
     product: object  # what runs on the copies

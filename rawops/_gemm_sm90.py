@@ -1,4 +1,4 @@
-"""The host side of gemm_sm90.cu and lora_sm90.cu: what TMA can read, which tile, and the launch.
+"""The host side of gemm_sm90.cu and its relatives: what TMA can read, which tile, and the launch.
 
 Callers ask `supports` and, if so, keep what `plan` returns. Operands are `Operand`s of _gemm_operands.py: strides in
 elements, `alignment` the address modulo 16, three batch axes.
@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from rawops._gemm_maps import encode, k_major, map_of, movable
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
@@ -21,13 +21,13 @@ RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
 PLAIN, STAGED, DIRECT = range(3)  # Finish in hopper_tile.cuh
 _SWIGLU = 5  # Activation in epilogue.cuh
 
-_SPAN = 128  # bytes of a swizzled row in shared memory
+_SPAN = 128  # bytes of a swizzled row in shared memory, which is a block of K
 _SLAB_BYTES = 4 * 16 * 32 * 4  # of a consumer's warps, for every finish but the plain one
 _MIN_STAGES, _MAX_STAGES = 3, 8
 _RASTER_ROWS = 8
 
-# Costs in units of one column of one K block: what the tensor cores take for 128 x 1 x 64, 4 cycles.
-# Measured on an H200 at 4096 x 6144 x 4096 with tiles 128, 192 and 256 wide: a K block costs 31 columns more than it
+# Costs in units of one column of one K block: what the tensor cores take for 128 rows of it, 4 cycles. Measured on an
+# H200 with 16 bits at 4096 x 6144 x 4096 with tiles 128, 192 and 256 wide: a K block costs 31 columns more than it
 # has, for the copies of A. A tile costs its epilogue and the start of its main loop.
 _COST_OF_A = 32
 _COST_OF_TILE = 300
@@ -42,15 +42,15 @@ _COST_OF_SLICE = 100  # of sixteen ranks, beyond their products
 _COST_OF_SPLIT = 4400  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
-_TILE_CHOICES = {
+TILE_CHOICES = {
     "dtype": ("float16", "bfloat16"),
     "out_dtype": ("float16", "bfloat16", "float32"),
     "block_m": (64, 128),
     "block_n": tuple(range(16, 257, 16)),
     "stages": tuple(range(2, _MAX_STAGES + 1)),
 }
-_CLUSTERS = (2, 8)  # of four, too few find room at a time; of eight pays where there are few tiles
-_OPERAND_CHOICES = {
+CLUSTERS = (2, 8)  # of four, too few find room at a time; of eight pays where there are few tiles
+OPERAND_CHOICES = {
     "a_k_major": (True, False),
     "b_k_major": (True, False),
     "activation": tuple(range(6)),
@@ -64,7 +64,7 @@ _LOW_RANK_CHOICES = {
 }
 
 
-def _spec(source: str, entry: str, choices: dict, *smoke: tuple) -> KernelSpec:
+def spec_of(source: str, entry: str, choices: dict, *smoke: tuple) -> KernelSpec:
     return KernelSpec(
         source=source,
         entry=f"rawops::{entry}",
@@ -76,10 +76,10 @@ def _spec(source: str, entry: str, choices: dict, *smoke: tuple) -> KernelSpec:
     )
 
 
-SM90 = _spec(
+SM90 = spec_of(
     "gemm_sm90.cu",
     "gemm_sm90",
-    {**_TILE_CHOICES, **_OPERAND_CHOICES, "ping_pong": (False, True)},
+    {**TILE_CHOICES, **OPERAND_CHOICES, "ping_pong": (False, True)},
     ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, False),
     ("float16", "float16", 128, 256, 3, True, False, 0, PLAIN, False),
     ("float16", "float16", 128, 192, 4, False, True, 0, PLAIN, False),
@@ -90,28 +90,28 @@ SM90 = _spec(
     ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, False),
     ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, True),
 )
-SM90_CLUSTER = _spec(
+SM90_CLUSTER = spec_of(
     "gemm_sm90.cu",
     "gemm_sm90_cluster",
-    {**_TILE_CHOICES, "cluster": _CLUSTERS, **_OPERAND_CHOICES},
+    {**TILE_CHOICES, "cluster": CLUSTERS, **OPERAND_CHOICES},
     ("bfloat16", "bfloat16", 128, 128, 5, 2, True, True, 0, PLAIN),
     ("bfloat16", "bfloat16", 64, 128, 7, 2, True, True, 5, STAGED),
     ("bfloat16", "bfloat16", 64, 128, 8, 8, True, False, 0, PLAIN),
 )
-LORA = _spec(
+LORA = spec_of(
     "lora_sm90.cu",
     "lora_sm90",
-    {**_TILE_CHOICES, **_OPERAND_CHOICES, **_LOW_RANK_CHOICES},
+    {**TILE_CHOICES, **OPERAND_CHOICES, **_LOW_RANK_CHOICES},
     ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, 16, True, True, True),
     ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, 16, True, False, False),
     ("float16", "float16", 64, 256, 3, True, False, 5, STAGED, 64, True, False, False),
     ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, 16, False, True, True),
     ("float16", "float16", 128, 192, 4, True, False, 0, PLAIN, 64, False, True, False),
 )
-LORA_CLUSTER = _spec(
+LORA_CLUSTER = spec_of(
     "lora_sm90.cu",
     "lora_sm90_cluster",
-    {**_TILE_CHOICES, "cluster": _CLUSTERS, **_OPERAND_CHOICES, **_LOW_RANK_CHOICES},
+    {**TILE_CHOICES, "cluster": CLUSTERS, **OPERAND_CHOICES, **_LOW_RANK_CHOICES},
     ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 0, PLAIN, 32, True, True, True),
 )
 _LOW_RANK_CALL = ParamStruct(
@@ -126,8 +126,10 @@ class Problem:
     """What a configuration depends on.
 
     N counts columns of D; `parts` is 2 for swiglu, whose b is twice as wide. `rank` is that of a low-rank part, padded.
-    `grouped`: each of `batches` groups has M rows on average.
+    `grouped`: each of `batches` groups has M rows on average. _gemm_8bit_config.py derives that of 8-bit operands.
     """
+
+    itemsize: ClassVar[int] = 2
 
     M: int
     N: int
@@ -142,7 +144,17 @@ class Problem:
 
     @property
     def k_blocks(self) -> int:
-        return -(-self.K // BLOCK_K)
+        return -(-self.K * self.itemsize // _SPAN)
+
+    @property
+    def clusters(self) -> tuple[int, ...]:
+        """Sizes of the clusters that may share a tile."""
+        return CLUSTERS
+
+    def widths(self, step: int, block_m: int, cluster: int, ping_pong: bool) -> list[int]:
+        """Columns of a tile for which a consumer has registers, multiples of `step`."""
+        widest = 256 if block_m == 64 or not (ping_pong or cluster > 1) else 128 if ping_pong else 192
+        return list(range(step, widest + 1, step))
 
     def row_tiles(self, block_m: int) -> int:
         """Rows of tiles of all batches; of groups, as many as to expect, for the last tile of each is half empty."""
@@ -218,19 +230,18 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
     if problem.grouped:
         ways = [(1, False, False), (1, True, False)]
     elif problem.rank:
-        ways = [(cluster, False, rides) for cluster in (1, *_CLUSTERS) for rides in (True, False)]
+        ways = [(cluster, False, rides) for cluster in (1, *CLUSTERS) for rides in (True, False)]
     else:
-        ways = [(1, False, False), (1, True, False), *((cluster, False, False) for cluster in _CLUSTERS)]
+        ways = [(1, False, False), (1, True, False), *((cluster, False, False) for cluster in problem.clusters)]
     ragged = 2 if problem.grouped else 1  # the last tile of a group is half empty on average
     heights = (64,) if problem.M <= 64 else (64, 128) if 128 * ragged >= problem.M else (128,)
     found = []
     for block_m, (cluster, ping_pong, rides) in itertools.product(heights, ways):
         if cluster <= problem.k_blocks:
             unit = math.lcm(step, 16 * problem.parts * cluster)
-            widest = 256 if block_m == 64 or not (ping_pong or cluster > 1) else 128 if ping_pong else 192
             found += [
                 configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)
-                for width in range(unit, widest + 1, unit)
+                for width in problem.widths(unit, block_m, cluster, ping_pong)
             ]
     fitting = [c for c in found if c.stages >= _MIN_STAGES]
     return sorted(fitting, key=lambda c: (c.cost, c.ping_pong, c.cluster, -c.block_n))
@@ -287,7 +298,8 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
         finish += _COST_OF_CLUSTER + config.block_m * columns * 4 // _CLUSTER_BYTES
     if config.ping_pong:
         main_loop, finish = max(main_loop, finish), finish // config.waves
-    memory = (problem.batches * problem.N * problem.parts + tiles * rows // 4) * problem.K * 2 // _MEMORY_BYTES
+    memory = (problem.batches * problem.N * problem.parts + tiles * rows // 4) * problem.K
+    memory = memory * problem.itemsize // _MEMORY_BYTES
     memory += memory * (sm_count - config.blocks) // (4 * sm_count) if config.blocks < sm_count else 0
     cost = config.waves * finish
     for wave in range(config.waves):
@@ -411,9 +423,10 @@ def tensor_maps(device, operands: dict, problem: Problem, config: Config, sizes:
     (M, N, K), (a, b, out) = sizes, (operands[role] for role in ("a", "b", "out"))
     b_rows = config.block_n // problem.parts if problem.b_k_major else 64
     a_rows = min(config.block_m, -(-M // 8) * 8) if problem.a_k_major else 64
+    block_k = _SPAN // problem.itemsize
     describe = [
-        map_of(a, (M, a.row), (K, a.col), problem.a_k_major, a_rows, BLOCK_K, extents),
-        map_of(b, (N, b.col), (K, b.row), problem.b_k_major, b_rows, BLOCK_K, extents),
+        map_of(a, (M, a.row), (K, a.col), problem.a_k_major, a_rows, block_k, extents),
+        map_of(b, (N, b.col), (K, b.row), problem.b_k_major, b_rows, block_k, extents),
     ]
     if problem.finish != DIRECT:
         box_cols = _box_cols(config.share(problem))
@@ -456,14 +469,14 @@ def describe_problem(
 ) -> Problem | None:
     """Describe a product, None where the kernel cannot run it."""
     a, b, out = operands["a"], operands["b"], operands["out"]
-    if K == 0 or a.dtype not in _TILE_CHOICES["dtype"]:
+    if K == 0 or a.itemsize > 2:
         return None
     parts = 2 if activation == _SWIGLU else 1
     majors = [k_major(a, M, K, a.row, a.col), k_major(b, N, K, b.col, b.row)]
     if low_rank is not None:
         majors += _majors(low_rank, N, K)
     wide = [*majors[1:2], *majors[3:]]  # of b and lora_b: where columns are contiguous, up must start on 16 bytes too
-    if None in majors or (parts == 2 and N // 2 % 8 and not all(wide)):
+    if None in majors or (a.itemsize == 1 and not all(majors)) or (parts == 2 and N // 2 % 8 and not all(wide)):
         return None
     rank = 0
     if low_rank is not None:
@@ -478,6 +491,6 @@ def describe_problem(
 
 
 def _majors(low_rank: LowRank, N: int, K: int) -> list[bool | None]:
-    """Tell which axes of lora_a and lora_b are contiguous, as `_k_major`; the rank is the K of lora_b."""
+    """Tell which axes of lora_a and lora_b are contiguous, as `k_major`; the rank is the K of lora_b."""
     a, b, rank = low_rank.a, low_rank.b, low_rank.rank
     return [k_major(a, rank, K, a.col, a.row), k_major(b, N, rank, b.col, b.row)]

@@ -199,7 +199,7 @@ class WeightProduct(Product):
         _check_weights(request, self.b_dtype)
         a, b = request.arrays["a"], request.arrays["b"]
         unpacked = _Unpacked((b.shape[0] * 2, b.shape[1]), a.dtype)
-        return check(replace(request, arrays={**request.arrays, "b": unpacked}))
+        return check(replace(request, arrays={**request.arrays, "b": unpacked}), self.types)
 
     def configure(self, device, request: Request, problem: Problem) -> Config:
         sizes = device.sm_count, device.max_shared_bytes

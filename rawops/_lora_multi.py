@@ -225,9 +225,9 @@ class MultiLoRA:
         self.max_loras = checks.int_range(function, "max_loras", max_loras, 1, MAX_SIZE)
         self.max_rank = checks.int_range(function, "max_rank", max_rank, 0, MAX_SIZE)
         self.slices = check_slices(function, slices, self.c.shape[1])
-        if self.bias is not None:
-            check_bias(function, self.bias, dtype, self.c.shape[1])
         self._product = _MultiProduct(function, activation, None)
+        if self.bias is not None:
+            check_bias(function, self.bias, self._product.types.of_addends(dtype), self.c.shape[1])
         check_columns(function, self.c, activation)
         self._device, self._current = device, _current_of(device)
         with self._current():
@@ -297,7 +297,7 @@ class MultiLoRA:
         checks.shape(function, "lora_indices", indices, x.shape[:-1], "One index a row of x.")
         shape = (*x.shape[:-1], self.c.shape[1] // (2 if self._product.options.activation == "swiglu" else 1))
         if residual is not None:
-            check_addend(function, "residual", residual, self.c.dtype.name, shape)
+            check_addend(function, "residual", residual, self._product.types.of_addends(self.c.dtype.name), shape)
             residual = np.broadcast_to(residual, shape).reshape(-1, shape[-1])
         if out is not None:
             checks.shape(function, "out", out, shape)

@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import functools
 
+from rawops._gemm_8bit import DTYPES as BYTE_DTYPES
+from rawops._gemm_8bit import ScaleArguments, ScaledProduct
 from rawops._gemm_call import ZERO, Product, scalar, scalars
 from rawops._gemm_config import DTYPES
 from rawops._gemm_grouped import GroupedProduct
-from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_dtype, split_count
+from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_dtype, number, split_count
 from rawops._gemm_tune import tune
 from rawops._gemm_w4 import WeightProduct
 from rawops._runtime import arrays, checks
 
 
 @functools.lru_cache(maxsize=256)
-def _product(b_dtype: str | None, has_zeros: bool, *options) -> Product:
-    """Return the product that all calls of `gemm` with these options share."""
-    return _product_of("gemm", Options(*options), b_dtype, has_zeros)
+def _product(kind: tuple, *options) -> Product:
+    """Return the product that all calls of `gemm` with these options share; `kind` is that of `_product_of`."""
+    return _product_of("gemm", Options(*options), kind)
 
 
-def _product_of(function: str, options: Options, b_dtype: str | None, has_zeros: bool, workspaces=None) -> Product:
-    if b_dtype is None:
-        return Product(function, options, workspaces)
-    return WeightProduct(function, options, b_dtype, has_zeros, workspaces)
+def _product_of(function: str, options: Options, kind: tuple, workspaces=None) -> Product:
+    """Make a product whose operands have one type (), of packed weights or of 8 bits, with what tells those apart."""
+    make, *of_kind = kind or (Product,)
+    return make(function, options, *of_kind, workspaces)
 
 
-def _groups(function: str, b_dtype: str | None, scale_b, zero_b) -> tuple:
+def _weights(function: str, b_dtype: str, scale_b, zero_b) -> tuple:
     """Return the operands that packed weights have beside the others."""
-    if b_dtype is not None:
-        if scale_b is None:
-            checks.fail(ValueError, function, "scale_b", f"be given for {b_dtype} weights", "None")
-        return (scale_b,) if zero_b is None else (scale_b, zero_b)
-    for name, x in (("scale_b", scale_b), ("zero_b", zero_b)):
+    if scale_b is None:
+        checks.fail(ValueError, function, "scale_b", f"be given for {b_dtype} weights", "None")
+    return (scale_b,) if zero_b is None else (scale_b, zero_b)
+
+
+def _check_without(function: str, hint: str, **named) -> None:
+    """Check that arguments of another kind of product are not given."""
+    for name, x in named.items():
         if x is not None:
-            checks.fail(ValueError, function, name, "be None without b_dtype", type(x).__name__)
-    return ()
+            checks.fail(ValueError, function, name, f"be None {hint}", type(x).__name__)
+
+
+_PLAIN = "without b_dtype or operands of 8 bits"
+
+
+def _is_8bit(a) -> bool:
+    return getattr(getattr(a, "dtype", None), "itemsize", 0) == 1
 
 
 def gemm(
@@ -47,7 +58,9 @@ def gemm(
     bias=None,
     residual=None,
     activation: str | None = None,
+    scale_a=None,
     scale_b=None,
+    scale_d=None,
     zero_b=None,
     b_dtype: str | None = None,
     out=None,
@@ -61,8 +74,8 @@ def gemm(
     Parameters
     ----------
     a : array (..., M, K)
-        float16, bfloat16, float32 or float64. Batch axes broadcast with those of `b`; of more than three that cannot
-        be merged, the outermost take a launch for each entry.
+        float16, bfloat16, float32, float64, or of 8 bits, see Notes. Batch axes broadcast with those of `b`; of more
+        than three that cannot be merged, the outermost take a launch for each entry.
     b : array (..., K, N)
         Same dtype. Both operands may have any strides; contiguous along either axis, with rows on 16-byte
         boundaries, is fastest; a large product copies 16-bit operands that are neither into a workspace first.
@@ -77,6 +90,8 @@ def gemm(
     activation : {None, "relu", "gelu", "gelu_tanh", "silu", "swiglu"}
         "swiglu" takes an even N, gate in the first half of the columns and up in the second, and returns N/2 columns
         of ``silu(gate) * up``. At -inf, gelu and silu take their limit, 0; NaN stays NaN.
+    scale_a, scale_b, scale_d : float or array, optional
+        Of operands and results of 8 bits, see Notes.
     scale_b, zero_b, b_dtype : array, array, {"int4", "uint4", "float4_e2m1fn"}, optional
         Packed 4-bit weights, see Notes.
     out : array, optional
@@ -84,8 +99,9 @@ def gemm(
         is computed aside and copied.
     out_dtype : dtype, optional
         The inputs' dtype (default) or float32. A float16 result past 65504 is inf.
-    precision : {None, "tf32"}
+    precision : {None, "tf32", "fast"}
         "tf32" rounds float32 inputs to TF32 for the tensor cores; without it float32 is exact to its own rounding.
+        "fast" is for float8, see Notes.
     split_k : int, optional
         Over how many slices of K to share the work; chosen when left out. Partial sums stay in the accumulator's
         type and are added in a fixed order.
@@ -99,6 +115,19 @@ def gemm(
 
     Notes
     -----
+    Operands of 8 bits are float8_e4m3fn and float8_e5m2, in any mix, or int8 both. `scale_a` and `scale_b` multiply
+    them: a number, or a float32 array with one entry for all, with one for each row of a (M,) or column of b (N,), or,
+    of float8, with one for each 128 along K: (..., M, K / 128) for a and (..., K / 128, N or N / 128) for b, sizes
+    rounded up. The result is bfloat16 by default, float16 or float32; of int8 without scales it is int32 by default,
+    the bare product, which wraps past 2^31; of float8 it may be float8, multiplied by `scale_d` before it is rounded to
+    nearest even. There, what is too large becomes the largest number, infinity too, and NaN stays NaN. `c`, `bias` and
+    `residual` are float32, or share one 16-bit dtype. Where alpha or a scale of a whole operand is 0, `a` and `b` are
+    not read. Contiguous along K with rows on 16-byte boundaries is what the kernels take: other operands are copied so
+    into a workspace first.
+
+    The tensor cores of Hopper add float8 products with about 14 bits. So sums over parts of K are added up in float32
+    outside, for a few per cent of the time, which ``precision="fast"`` spares. (DeepSeek-V3, arXiv:2412.19437, 3.3.2.)
+
     With `b_dtype`, `a` is float16 or bfloat16 and `b` is uint8 (K // 2, N): the low half of byte (i, n) is element
     (2i, n), the high half (2i + 1, n), as `pack_int4` makes them. Any strides: weights stored (N, K // 2) come in as
     a transposed view, which is as fast. `scale_b` (K // group, N), float16, bfloat16 or float32, has a scale for each
@@ -111,13 +140,23 @@ def gemm(
         c = None
     if split_k is not None and type(split_k) is not int:
         split_k = split_count("gemm", split_k)  # since 2.0 and True would find the products of 2 and 1
-    options = (b_dtype, zero_b is not None, activation, out_dtype, precision, split_k)
+    kind, further = (), ()
+    if b_dtype is not None:
+        _check_without("gemm", "with b_dtype", scale_a=scale_a, scale_d=scale_d)
+        kind, further = (WeightProduct, b_dtype, zero_b is not None), _weights("gemm", b_dtype, scale_b, zero_b)
+    elif _is_8bit(a):
+        _check_without("gemm", "without b_dtype", zero_b=zero_b)
+        kind = (ScaledProduct, scale_a is not None or scale_b is not None)
+        scales = ScaleArguments.of("gemm", number, scale_a, scale_b, scale_d).on_device("gemm", a)
+        packed_alpha, further = scales.applied_to(packed_alpha), scales.arrays
+    else:
+        _check_without("gemm", _PLAIN, scale_a=scale_a, scale_b=scale_b, scale_d=scale_d, zero_b=zero_b)
+    options = (activation, out_dtype, precision, split_k)
     try:
-        product = _product(*options)
+        product = _product(kind, *options)
     except TypeError:  # what cannot be hashed is no option: the checks say so
-        product = _product.__wrapped__(*options)
-    groups = _groups("gemm", b_dtype, scale_b, zero_b)
-    return product((a, b, out, c, bias, residual, *groups), packed_alpha, packed_beta)
+        product = _product.__wrapped__(kind, *options)
+    return product((a, b, out, c, bias, residual, *further), packed_alpha, packed_beta)
 
 
 gemm.tune = tune
@@ -214,7 +253,9 @@ class Gemm:
         bias=None,
         residual=None,
         activation: str | None = None,
+        scale_a=None,
         scale_b=None,
+        scale_d=None,
         zero_b=None,
         b_dtype: str | None = None,
         out_dtype=None,
@@ -223,21 +264,33 @@ class Gemm:
         deterministic: bool = False,
     ) -> None:
         sizes = (checks.int_range("Gemm", n, v, 0, MAX_SIZE) for n, v in (("M", M), ("N", N), ("K", K)))
-        plan = (*sizes, check_dtype("Gemm", "dtype", dtype, DTYPES))
+        plan = (*sizes, check_dtype("Gemm", "dtype", dtype, (*DTYPES, *BYTE_DTYPES)))
         options = Options(activation, out_dtype, precision, split_k, plan)
-        self._product = _product_of("Gemm", options, b_dtype, zero_b is not None, workspaces={})
-        self._groups = _groups("Gemm", b_dtype, scale_b, zero_b)
+        kind, self._further, self._scales = (), (), None
+        if b_dtype is not None:
+            _check_without("Gemm", "with b_dtype", scale_a=scale_a, scale_d=scale_d)
+            kind, self._further = (
+                (WeightProduct, b_dtype, zero_b is not None),
+                _weights("Gemm", b_dtype, scale_b, zero_b),
+            )
+        elif plan[-1] in BYTE_DTYPES:
+            _check_without("Gemm", "without b_dtype", zero_b=zero_b)
+            kind = (ScaledProduct, scale_a is not None or scale_b is not None)
+            self._scales = ScaleArguments.of("Gemm", number, scale_a, scale_b, scale_d)
+        else:
+            _check_without("Gemm", _PLAIN, scale_a=scale_a, scale_b=scale_b, scale_d=scale_d, zero_b=zero_b)
+        self._product = _product_of("Gemm", options, kind, workspaces={})
         self._alpha, self._beta = scalar("Gemm", "alpha", alpha), scalar("Gemm", "beta", beta)
         (self._bias, self._residual), _ = arrays.take("Gemm", bias=bias, residual=residual)
         self._check_epilogue(*plan)
 
     def _check_epilogue(self, M: int, N: int, K: int, dtype: str) -> None:
-        bias, residual = self._bias, self._residual
+        bias, residual, allowed = self._bias, self._residual, self._product.types.of_addends(dtype)
         if bias is not None:
-            check_bias("Gemm", bias, dtype, N)
+            check_bias("Gemm", bias, allowed, N)
         if residual is not None:
             cols = N // 2 if self._product.options.activation == "swiglu" else N
-            check_addend("Gemm", "residual", residual, dtype, (*residual.shape[:-2], M, cols))
+            check_addend("Gemm", "residual", residual, allowed, (*residual.shape[:-2], M, cols))
 
     def __call__(self, a, b, c=None, *, bias=None, residual=None, out=None):
         """Run the plan; `bias` and `residual` given here stand in for those of the plan."""
@@ -246,4 +299,7 @@ class Gemm:
         alpha, beta = scalars("Gemm", self._alpha, self._beta, c, a)
         if beta == ZERO:
             c = None
-        return self._product((a, b, out, c, bias, residual, *self._groups), alpha, beta)
+        if self._scales is not None:
+            self._scales = self._scales.on_device("Gemm", a)
+            alpha, self._further = self._scales.applied_to(alpha), self._scales.arrays
+        return self._product((a, b, out, c, bias, residual, *self._further), alpha, beta)

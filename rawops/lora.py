@@ -152,7 +152,7 @@ class FusedLoRA:
             self.a, self.b, self.slices = tuple(a), tuple(b), self._sliced.slices
         check_columns(function, self.c, activation)
         if self.bias is not None:
-            check_bias(function, self.bias, self.c.dtype.name, self.c.shape[1])
+            check_bias(function, self.bias, self._product.types.of_addends(self.c.dtype.name), self.c.shape[1])
 
     @property
     def scaling(self) -> float:

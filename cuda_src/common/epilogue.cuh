@@ -9,17 +9,20 @@ enum Activation : int { kIdentity, kRelu, kGelu, kGeluTanh, kSilu, kSwiglu };
 
 // Safe for every value: where exp overflows, x / inf is the right 0. The limit at -inf is taken, 0; NaN stays NaN.
 template <int kActivation, class V> __device__ inline V activate(V x, V up) {
-    if constexpr (kActivation == kIdentity) return x;
-    x = x < V(-1e4) ? V(-1e4) : x;
-    if constexpr (kActivation == kRelu) return x < V(0) ? V(0) : x;
-    if constexpr (kActivation == kGelu) return x * normcdf(x);
-    if constexpr (kActivation == kGeluTanh) {
-        // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative u.
-        const V twice_u = V(1.5957691216057308) * (x + V(0.044715) * x * x * x);
-        return x / (V(1) + exp(-twice_u));
+    if constexpr (kActivation == kIdentity) {
+        return x;
+    } else {
+        x = x < V(-1e4) ? V(-1e4) : x;
+        if constexpr (kActivation == kRelu) return x < V(0) ? V(0) : x;
+        if constexpr (kActivation == kGelu) return x * normcdf(x);
+        if constexpr (kActivation == kGeluTanh) {
+            // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative u.
+            const V twice_u = V(1.5957691216057308) * (x + V(0.044715) * x * x * x);
+            return x / (V(1) + exp(-twice_u));
+        }
+        const V silu = x / (V(1) + exp(-x));
+        return kActivation == kSwiglu ? silu * up : silu;
     }
-    const V silu = x / (V(1) + exp(-x));
-    return kActivation == kSwiglu ? silu * up : silu;
 }
 
 // Strides in elements; the batch axes are collapsed to three.
@@ -31,7 +34,7 @@ struct Strides {
     }
 };
 
-// A number, or a 0-d array that is read on the device.
+// A number, or a number times a 0-d array that is read on the device.
 struct Scalar {
     const void* pointer;
     double value;
@@ -39,6 +42,11 @@ struct Scalar {
 
     __device__ double read() const {
         if (pointer == nullptr) return value;
+        return value * entry();
+    }
+
+private:
+    __device__ double entry() const {
         if (type == 0) return *static_cast<const float*>(pointer);
         if (type == 1) return *static_cast<const double*>(pointer);
         if (type == 2) return __half2float(*static_cast<const __half*>(pointer));
@@ -93,11 +101,11 @@ public:
                         int rows_end_)
         : call(call_),
           shape(shape_),
+          rows_end(rows_end_),
           out(static_cast<Out*>(call_.out) + shape_.out.offset(batch)),
           c_batch(shape_.c.offset(batch)),
           residual_batch(shape_.residual.offset(batch)),
           bias_batch(shape_.bias_batch * batch[2]),
-          rows_end(rows_end_),
           alpha(alpha_),
           beta(call_.c == nullptr ? Value(0) : Value(call_.beta.read())) {}
 
@@ -121,8 +129,7 @@ public:
     // The same, and writes them; what lies outside D is left alone.
     __device__ void finish(int m, int n, Group& value, Group& up) const {
         transform(m, n, value, up);
-        const int count = min_of(shape.cols - n, WIDTH);
-        if (m < rows_end && count > 0) write(m, n, count, value);
+        write(m, n, value);
     }
 
     __device__ int cols() const { return shape.cols; }  // of D
@@ -130,12 +137,31 @@ public:
     // The place of an element of D.
     __device__ Out* place(int m, int n) const { return out + m * shape.out.row + n * shape.out.col; }
 
-private:
+protected:
     const EpilogueCall& call;
     const EpilogueShape& shape;
+    int rows_end;
+
+    __device__ void write(int m, int n, const Group& value) const {
+        const int count = min_of(shape.cols - n, WIDTH);
+        if (m >= rows_end || count <= 0) return;
+        Out* destination = place(m, n);
+        if ((shape.out_flags & kAligned) && count == WIDTH) {
+            Vector<Out, WIDTH> group;
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) group.data[i] = narrow<Out>(value[i]);
+            *reinterpret_cast<Vector<Out, WIDTH>*>(destination) = group;
+        } else {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                if (i < count) destination[i * shape.out.col] = narrow<Out>(value[i]);
+            }
+        }
+    }
+
+private:
     Out* out;
     int64_t c_batch, residual_batch, bias_batch;
-    int rows_end;
     Value alpha, beta;
 
     static __device__ void read(Group& values, const void* pointer, int64_t offset, int64_t stride, int count,
@@ -158,21 +184,6 @@ private:
             read(bias, call.bias, bias_batch + n * shape.bias_stride, shape.bias_stride, count, shape.bias_flags);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) value[i] += bias[i];
-        }
-    }
-
-    __device__ void write(int m, int n, int count, const Group& value) const {
-        Out* destination = place(m, n);
-        if ((shape.out_flags & kAligned) && count == WIDTH) {
-            Vector<Out, WIDTH> group;
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) group.data[i] = narrow<Out>(value[i]);
-            *reinterpret_cast<Vector<Out, WIDTH>*>(destination) = group;
-        } else {
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) {
-                if (i < count) destination[i * shape.out.col] = narrow<Out>(value[i]);
-            }
         }
     }
 };
@@ -200,7 +211,7 @@ __device__ inline void finish_tile(const typename Tile::Accumulators& acc, const
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 *reinterpret_cast<Vector<Value, 2>*>(at(lane / 4 + half * 8, j * 8 + lane % 4 * 2)) = {
-                    acc[i][j][half * 2], acc[i][j][half * 2 + 1]};
+                    Value(acc[i][j][half * 2]), Value(acc[i][j][half * 2 + 1])};
             }
         }
         __syncwarp();

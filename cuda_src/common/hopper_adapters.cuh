@@ -69,16 +69,17 @@ template <int BUFFERS> struct SortedRows {
                                   const typename Tile::Epilogue& epilogue, float alpha, const GemmParams& params,
                                   const Adapters& adapters, const Work& work, const Consumer& self) {
         passes.add(*reinterpret_cast<float(*)[Staged<Tile>::Columns::ATOMS][4]>(&sum[0]));
+        const typename Tile::Factors factors(params, work, self);
         if constexpr (Tile::kFinish == kDirect) {
             using Group = typename Tile::Epilogue::Group;
             const RowsPutBack<typename Tile::Epilogue> put_back{epilogue, adapters};
-            for_each_group<Tile>(sum, self, [&](int row, int col, Group& value, Group& up) {
+            for_each_group<Tile>(sum, factors, self, [&](int row, int col, Group& value, Group& up) {
                 put_back.finish(work.m + self.row + row, work.n + col, value, up);
             });
         } else {
             static_assert(Tile::kFinish == kPlain, "any other epilogue goes the direct way");
             self.sync();  // no warp reads ranks any more
-            stage_plain<Tile>(sum, alpha, self);
+            stage_plain<Tile>(sum, factors, alpha, self);
             __syncwarp();
             put_back<Tile>(params, adapters.M - work.m - self.row, passes.result_row, work, self);
         }

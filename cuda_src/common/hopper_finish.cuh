@@ -6,7 +6,8 @@ namespace rawops {
 
 // To the staging tile straight from the accumulators.
 template <class Tile>
-__device__ inline void stage_plain(const typename Tile::Finished& acc, float alpha, const Consumer& self) {
+__device__ inline void stage_plain(const typename Tile::Finished& acc, const typename Tile::Factors& factors,
+                                   float alpha, const Consumer& self) {
     const int lane = self.lane();
 #pragma unroll
     for (int i = 0; i < Tile::ATOMS_M; ++i) {
@@ -15,9 +16,15 @@ __device__ inline void stage_plain(const typename Tile::Finished& acc, float alp
         for (int col = 0; col < Tile::SHARE; col += 16) {
             uint32_t packed[4];
 #pragma unroll
-            for (int pair = 0; pair < 4; ++pair) {
-                const float* values = &acc[i][col / 2 + pair * 2];
-                packed[pair] = narrow_pair<typename Tile::Out>(values[0] * alpha, values[1] * alpha);
+            for (int group = 0; group < 2; ++group) {
+                const auto columns = factors.columns(0, col + group * 8);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const auto* values = &acc[i][col / 2 + group * 4 + half * 2];
+                    const float low = factors.times(values[0], i, half, columns, 0);
+                    const float high = factors.times(values[1], i, half, columns, 1);
+                    packed[group * 2 + half] = narrow_pair<typename Tile::Out>(low * alpha, high * alpha);
+                }
             }
             const int chunk = col % Tile::BOX_COLS / 8 + lane / 16;
             stmatrix(shared_address(self.staging) + col / Tile::BOX_COLS * Tile::BOX_BYTES +
@@ -29,24 +36,29 @@ __device__ inline void stage_plain(const typename Tile::Finished& acc, float alp
 
 // Writes the warp's columns chunk * CHUNK ... of atom i to its slab; of a gated tile, gate and up side by side.
 template <class Tile>
-__device__ inline void fill_slab(const float (&acc)[Tile::SHARE * Tile::PARTS / 2], int chunk, char* slab, int lane) {
+__device__ inline void fill_slab(const typename Tile::Finished& acc, const typename Tile::Factors& factors, int i,
+                                 int chunk, char* slab, int lane) {
+    using Value = typename Tile::Epilogue::Value;
 #pragma unroll
     for (int col = 0; col < Tile::Slab::COLS; col += 8) {
         const int part = col / Tile::CHUNK, source = chunk * Tile::CHUNK + col % Tile::CHUNK;
         if (source >= Tile::SHARE) continue;
+        const auto columns = factors.columns(part, source);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float* values = &acc[(part * Tile::SHARE + source) / 2 + half * 2];
+            const auto* values = &acc[i][(part * Tile::SHARE + source) / 2 + half * 2];
             const int offset = Tile::Slab::offset(lane / 4 + half * 8, col + lane % 4 * 2);
-            *reinterpret_cast<Vector<float, 2>*>(slab + offset) = {values[0], values[1]};
+            *reinterpret_cast<Vector<Value, 2>*>(slab + offset) = {
+                Value(factors.times(values[0], i, half, columns, 0)), Value(factors.times(values[1], i, half, columns, 1))};
         }
     }
 }
 
 // Calls visit(row, col, value, up) for groups of neighbouring columns. The loop is not unrolled: an epilogue is long.
 template <class Tile, class Visit>
-__device__ inline void for_each_group(const typename Tile::Finished& acc, const Consumer& self, Visit visit) {
-    using Group = Vector<float, Tile::Epilogue::WIDTH>;
+__device__ inline void for_each_group(const typename Tile::Finished& acc, const typename Tile::Factors& factors,
+                                      const Consumer& self, Visit visit) {
+    using Group = Vector<typename Tile::Epilogue::Value, Tile::Epilogue::WIDTH>;
     constexpr int WIDTH = Tile::Epilogue::WIDTH, GROUPS = Tile::CHUNK / WIDTH;
     const int lane = self.lane();
 #pragma unroll 1
@@ -55,7 +67,7 @@ __device__ inline void for_each_group(const typename Tile::Finished& acc, const 
 #pragma unroll
         for (int candidate = 0; candidate < Tile::ATOMS_M * Tile::CHUNKS; ++candidate) {  // registers have no index
             if (candidate == chunk) {
-                fill_slab<Tile>(acc[candidate / Tile::CHUNKS], candidate % Tile::CHUNKS, self.slab, lane);
+                fill_slab<Tile>(acc, factors, candidate / Tile::CHUNKS, candidate % Tile::CHUNKS, self.slab, lane);
             }
         }
         __syncwarp();
@@ -77,10 +89,11 @@ __device__ inline void for_each_group(const typename Tile::Finished& acc, const 
 
 // The epilogue on its way to the staging tile.
 template <class Tile>
-__device__ inline void stage_finished(const typename Tile::Finished& acc, const typename Tile::Epilogue& epilogue,
-                                      const Work& work, const Consumer& self) {
+__device__ inline void stage_finished(const typename Tile::Finished& acc, const typename Tile::Factors& factors,
+                                      const typename Tile::Epilogue& epilogue, const Work& work,
+                                      const Consumer& self) {
     using Group = typename Tile::Epilogue::Group;
-    for_each_group<Tile>(acc, self, [&](int row, int col, Group& value, Group& up) {
+    for_each_group<Tile>(acc, factors, self, [&](int row, int col, Group& value, Group& up) {
         epilogue.transform(work.m + self.row + row, work.n + col, value, up);
         const int offset = col / Tile::BOX_COLS * Tile::BOX_BYTES + col % 8 * 2 +
                            swizzled_offset<Tile::BOX_COLS * 2>(row, col % Tile::BOX_COLS / 8);
@@ -107,18 +120,19 @@ __device__ inline void store_rows(const typename Tile::Epilogue& epilogue, const
 
 // Finishes a tile and starts its way to D, which TMA completes while the next tile is multiplied.
 template <class Tile>
-__device__ inline void finish_work(const typename Tile::Finished& acc, const typename Tile::Epilogue& epilogue,
-                                   float alpha, const TensorMap& map, const Work& work, const Consumer& self) {
+__device__ inline void finish_work(const typename Tile::Finished& acc, const typename Tile::Factors& factors,
+                                   const typename Tile::Epilogue& epilogue, float alpha, const TensorMap& map,
+                                   const Work& work, const Consumer& self) {
     if constexpr (Tile::kFinish == kDirect) {
         using Group = typename Tile::Epilogue::Group;
-        for_each_group<Tile>(acc, self, [&](int row, int col, Group& value, Group& up) {
+        for_each_group<Tile>(acc, factors, self, [&](int row, int col, Group& value, Group& up) {
             epilogue.finish(work.m + self.row + row, work.n + col, value, up);
         });
     } else {
         if (self.leads()) tma_store_wait_read();  // of the tile before
         self.sync();
-        if constexpr (Tile::kFinish == kPlain) stage_plain<Tile>(acc, alpha, self);
-        else stage_finished<Tile>(acc, epilogue, work, self);
+        if constexpr (Tile::kFinish == kPlain) stage_plain<Tile>(acc, factors, alpha, self);
+        else stage_finished<Tile>(acc, factors, epilogue, work, self);
         fence_async_proxy();
         self.sync();
         if constexpr (Tile::kGrouped) {

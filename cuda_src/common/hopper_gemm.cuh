@@ -44,7 +44,7 @@ template <class Tile> struct Exchange {
 
 // Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and K_EXTENT along K. They
 // may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX.
-template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_EXTENT = 64>
+template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_BYTES = 128>
 __device__ inline void load_operand(uint32_t destination, const TensorMap& map, TensorCoordinates from, int mn, int k,
                                     uint32_t full, int distance = 0) {
     constexpr int BOX = kKMajor ? EXTENT / PARTS : MN_BOX, BOXES = EXTENT / BOX;
@@ -53,7 +53,7 @@ __device__ inline void load_operand(uint32_t destination, const TensorMap& map, 
         const int at = mn + box % (BOXES / PARTS) * BOX + box / (BOXES / PARTS) * distance;
         from.at[0] = kKMajor ? k : at;
         from.at[1] = kKMajor ? at : k;
-        tma_load(destination + box * BOX * K_EXTENT * 2, map, from, full);
+        tma_load(destination + box * BOX * K_BYTES, map, from, full);
     }
 }
 
@@ -114,7 +114,7 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             const uint32_t full = exchange.lora_b_barriers.full(0);
             barrier_wait(exchange.lora_b_barriers.empty(0), tile_phase);
             barrier_arrive_expect(full, EXTENT * LowRank::RANK * 2);
-            load_operand<LowRank::kBKMajor, EXTENT, Tile::PARTS, Tile::BOX_COLS, LowRank::RANK>(
+            load_operand<LowRank::kBKMajor, EXTENT, Tile::PARTS, Tile::BOX_COLS, LowRank::RANK * 2>(
                 exchange.lora_b, low_rank->b, {}, n, 0, full, shape.epilogue.cols);
             tile_phase ^= 1;
         }
@@ -142,7 +142,7 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
             const bool accumulate = block > 0 || step > 0;
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M; ++i) {
-                Wgmma<Tile::BLOCK_N>::template multiply<typename Tile::T, Tile::kAKMajor, Tile::kBKMajor>(
+                WgmmaAtom<typename Tile::T, Tile::BLOCK_N, Tile::kAKMajor, Tile::kBKMajor>::multiply(
                     acc[i], A::advance(a, i, step), B::advance(b, 0, step), accumulate);
             }
             if constexpr (LowRank::kRides) {
@@ -209,8 +209,8 @@ __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typena
 }
 
 // A consumer warpgroup: its tiles, one after the other.
-template <class Tile>
-__device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& params,
+template <class Tile, class Params>
+__device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params,
                                       const LowRankCallOf<Tile>* low_rank, const Schedule<Tile>& schedule, float alpha,
                                       const Exchange<Tile>& exchange, const Consumer& self) {
     constexpr int TURNS = Tile::kPingPong ? 2 : 1;
@@ -237,9 +237,13 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
         }
         auto passes = Tile::LowRank::template begin<Tile>(*low_rank, params.shape, work, self);
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
-        multiply_stages<Tile>(acc, y, slot, k_blocks, exchange, self);
-        const typename Tile::Epilogue epilogue(params.call.epilogue, params.shape.epilogue, work.batch, alpha,
-                                               work.m_end);
+        if constexpr (Tile::Scaling::kPromotes) {
+            Tile::Scaling::template multiply<Tile>(acc, params, work, schedule.first_block, slot, k_blocks, exchange, self);
+        } else {
+            multiply_stages<Tile>(acc, y, slot, k_blocks, exchange, self);
+        }
+        using Epilogue = typename Tile::Epilogue;
+        const auto epilogue = Tile::Scaling::template epilogue<Epilogue>(params, work.batch, alpha, work.m_end);
         auto finish = [&](typename Tile::Finished& sum) {
             if constexpr (Tile::LowRank::RANK > 0) {
                 barrier_wait(exchange.lora_b_barriers.full(0), tile_phase);
@@ -251,7 +255,8 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const GemmParams& pa
             if constexpr (Tile::LowRank::kSorted) {
                 Tile::LowRank::template finish<Tile>(passes, sum, epilogue, alpha, params, *low_rank, work, self);
             } else {
-                finish_work<Tile>(sum, epilogue, alpha, maps.d, work, self);
+                const typename Tile::Factors factors(params, work, self);
+                finish_work<Tile>(sum, factors, epilogue, alpha, maps.d, work, self);
             }
         };
         if constexpr (Tile::CLUSTER > 1) {
@@ -283,8 +288,8 @@ __device__ inline Schedule<Tile> schedule_of(const GemmShape& shape, int raster_
 }
 
 // The body of the kernels. With a cluster, the grid has a block for every slice of every tile.
-template <class Tile>
-__device__ inline void run_gemm(const GemmMaps& maps, const GemmParams& params, const LowRankCallOf<Tile>* low_rank,
+template <class Tile, class Params>
+__device__ inline void run_gemm(const GemmMaps& maps, const Params& params, const LowRankCallOf<Tile>* low_rank,
                                 int raster_group, const GroupOffsets* groups = nullptr) {
     extern __shared__ __align__(1024) char shared[];
     const Exchange<Tile> exchange(shared_address(shared));
@@ -296,7 +301,7 @@ __device__ inline void run_gemm(const GemmMaps& maps, const GemmParams& params, 
     }
     __syncthreads();
 
-    const float alpha = float(params.call.alpha.read());
+    const float alpha = Tile::Scaling::factor(params);
     const int k_blocks = alpha == 0 ? 0 : ceil_div(params.shape.K, Tile::BLOCK_K);  // 0: a and b are not read
     const Schedule<Tile> schedule = schedule_of<Tile>(params.shape, raster_group, k_blocks, groups, shared);
     const int group = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0);  // known to be uniform

@@ -34,34 +34,60 @@ struct NoLowRank : NotSorted {
     using Accumulators = float[1];
 };
 
+// No scales but alpha, and one sum for all of K. scaling.cuh has others.
+struct NoScaling {
+    static constexpr bool kPromotes = false;
+    template <class T, class Out, int kActivation> using Epilogue = rawops::Epilogue<T, Out, kActivation>;
+
+    template <class Epilogue>
+    static __device__ Epilogue epilogue(const GemmParams& params, const int (&batch)[3], float alpha, int rows_end) {
+        return Epilogue(params.call.epilogue, params.shape.epilogue, batch, alpha, rows_end);
+    }
+    static __device__ float factor(const GemmParams& params) { return float(params.call.alpha.read()); }
+
+    // What a thread's accumulators are multiplied with on their way out: nothing.
+    template <class Tile> struct Factors {
+        struct Columns {};
+        __device__ Factors(const GemmParams&, const struct Work&, const struct Consumer&) {}
+        __device__ Columns columns(int, int) const { return {}; }
+        template <class V> __device__ V times(V value, int, int, Columns, int) const { return value; }
+    };
+};
+
 // Consumers are warpgroups. Those of a 128-row tile take 64 rows each; with kPingPong they take turns instead, one
 // multiplies while the other finishes a tile of its own. The blocks of a cluster take a slice of K each, and then a
 // share of the columns of their sum. kGrouped: rows come in groups with a matrix b each.
 template <class T_, class Out_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int CLUSTER_, bool kAKMajor_, bool kBKMajor_,
-          int kActivation, int kFinish_, bool kPingPong_ = false, class LowRank_ = NoLowRank, bool kGrouped_ = false>
+          int kActivation, int kFinish_, bool kPingPong_ = false, class LowRank_ = NoLowRank, bool kGrouped_ = false,
+          class Scaling_ = NoScaling>
 struct HopperTile {
     using T = T_;
     using Out = Out_;
-    using Epilogue = rawops::Epilogue<T, Out, kActivation>;
     using LowRank = LowRank_;
-    static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_, BLOCK_K = 64, STAGES = STAGES_, CLUSTER = CLUSTER_;
+    using Scaling = Scaling_;
+    using Epilogue = typename Scaling::template Epilogue<T, Out, kActivation>;
+    using Value = Accumulator<T>;
+    static constexpr int ITEM_BYTES = sizeof(T);
+    static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_, STAGES = STAGES_, CLUSTER = CLUSTER_;
+    static constexpr int BLOCK_K = 128 / ITEM_BYTES;
     static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
     static constexpr int kFinish = kFinish_;
     static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_;
     static constexpr int CONSUMERS = kPingPong || BLOCK_M == 128 ? 2 : 1;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
-    using OperandA = WgmmaOperand<kAKMajor, BLOCK_K>;
-    using OperandB = WgmmaOperand<kBKMajor, BLOCK_K>;
-    static constexpr int K_STEPS = BLOCK_K / 16, ATOMS_M = kPingPong ? BLOCK_M / 64 : 1;  // 64 rows each
+    using OperandA = WgmmaOperand<kAKMajor, BLOCK_K, 128, ITEM_BYTES>;
+    using OperandB = WgmmaOperand<kBKMajor, BLOCK_K, 128, ITEM_BYTES>;
+    static constexpr int K_STEPS = 4, ATOMS_M = kPingPong ? BLOCK_M / 64 : 1;  // 64 rows each
     static constexpr int ROWS = ATOMS_M * 64;                                             // of a consumer
     // A gated tile holds BLOCK_N / 2 columns of the gate, then the same columns of up: one thread has both.
     static constexpr int PARTS = Epilogue::kGated ? 2 : 1, COLS = BLOCK_N / PARTS;
     static constexpr int SHARE = COLS / CLUSTER;  // columns of D that a block finishes
-    using Accumulators = float[ATOMS_M][BLOCK_N / 2];
-    using Finished = float[ATOMS_M][SHARE * PARTS / 2];
+    using Accumulators = Value[ATOMS_M][BLOCK_N / 2];
+    using Finished = Value[ATOMS_M][SHARE * PARTS / 2];
+    using Factors = typename Scaling::template Factors<HopperTile>;
 
-    static constexpr int SPAN = BLOCK_K * 2;  // bytes of a row of an operand
-    static constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2;
+    static constexpr int SPAN = 128;  // bytes of a row of an operand
+    static constexpr int A_BYTES = BLOCK_M * SPAN, B_BYTES = BLOCK_N * SPAN;
     static constexpr int STAGE_BYTES = A_BYTES + B_BYTES + (LowRank::kRides ? LowRank::RANK * BLOCK_K * 2 : 0);
     // D leaves in boxes as wide as the swizzle, so that staging it is free of bank conflicts.
     static constexpr int BOX_COLS = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;
@@ -70,7 +96,7 @@ struct HopperTile {
     static constexpr int RANK_BYTES = SHARE * PARTS * 128 * max_of(LowRank::RANK_BUFFERS, LowRank::RANK > 0);
     static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * SHARE * 2, RANK_BYTES);
     // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
-    using Slab = SharedTile<float, 16, 32>;
+    using Slab = SharedTile<typename Epilogue::Value, 16, 32>;
     static constexpr int CHUNK = Slab::COLS / PARTS, CHUNKS = ceil_div(SHARE, CHUNK);
     static constexpr int SLAB_BYTES = kFinish == kPlain ? 0 : Slab::BYTES;
 
@@ -83,10 +109,12 @@ struct HopperTile {
     static_assert(BLOCK_M == 64 || BLOCK_M == 128, "one or two atoms");
     static_assert(COLS % (16 * CLUSTER) == 0, "stmatrix stores 16 columns");
     static_assert(kBKMajor || COLS % 64 == 0, "boxes of an MN-major operand are 64 wide");
-    static_assert(ATOMS_M * BLOCK_N <= 256, "accumulators fit in the registers of a consumer");
+    static_assert(ATOMS_M * BLOCK_N <= (Scaling::kPromotes ? 192 : 256),
+                  "accumulators fit in the registers of a consumer, and a sum beside them if there is one");
     static_assert(kFinish == kDirect || sizeof(Out) == 2, "staged elements have 16 bits");
     static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
     static_assert(!kPingPong || (CLUSTER == 1 && LowRank::RANK == 0), "these have one order of tiles for all");
+    static_assert(CLUSTER == 1 || is_same<Value, float>, "partial sums are float32");
     static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::kRides * LowRank::RANK) * 4 <= LORA_B_AT,
                   "the ring holds partial sums");
 };

@@ -108,7 +108,8 @@ __device__ inline uint32_t round_to_tf32(uint32_t bits) {
 template <class T, class Tile, bool kKMajor, bool kPaired = false> struct FragmentReader {
     using Atom = MmaAtom<T>;
     using Register = typename Atom::Register;
-    static constexpr bool kLdmatrix = sizeof(T) == 2 || (sizeof(T) == 4 && kKMajor);
+    static constexpr bool kLdmatrix = sizeof(T) == 2 || (sizeof(T) < 8 && kKMajor);
+    static_assert(sizeof(T) > 1 || kKMajor, "no instruction transposes bytes");
 
     int lane_offset;
 

@@ -22,10 +22,14 @@ template <class T> struct AccumulatorOf { using Type = float; };
 template <> struct AccumulatorOf<double> { using Type = double; };
 template <class T> using Accumulator = typename AccumulatorOf<T>::Type;
 
+template <bool kFirst, class T, class U> struct Choose { using Type = T; };
+template <class T, class U> struct Choose<false, T, U> { using Type = U; };
+
 template <class T, class U> struct IsSame { static constexpr bool value = false; };
 template <class T> struct IsSame<T, T> { static constexpr bool value = true; };
 template <class T, class U> constexpr bool is_same = IsSame<T, U>::value;
 
+__device__ inline int widen(int x) { return x; }
 __device__ inline float widen(float x) { return x; }
 __device__ inline double widen(double x) { return x; }
 __device__ inline float widen(__half x) { return __half2float(x); }
@@ -34,6 +38,7 @@ __device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 // Rounds to nearest even; past the largest float16 the result is inf.
 template <class T> __device__ inline T narrow(float x) { return static_cast<T>(x); }
 template <class T> __device__ inline T narrow(double x) { return static_cast<T>(x); }
+template <class T> __device__ inline T narrow(int x) { return static_cast<T>(x); }
 template <> __device__ inline __half narrow<__half>(float x) { return __float2half_rn(x); }
 template <> __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 

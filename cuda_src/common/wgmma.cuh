@@ -8,12 +8,13 @@ namespace rawops {
 // An operand in shared memory as TMA brings it, in boxes whose rows are SPAN bytes along the contiguous axis and
 // swizzled over as many. K-major: rows along MN, each 64 of K. MN-major: rows along K, each SPAN / 2 of MN, and one box
 // after another. Everything is aligned to 8 * SPAN bytes, after which the swizzle repeats.
-template <bool kKMajor, int BLOCK_K, int SPAN = 128> struct WgmmaOperand {
+template <bool kKMajor, int BLOCK_K, int SPAN = 128, int ITEM_BYTES = 2> struct WgmmaOperand {
     static constexpr int ATOM = 8 * SPAN;
     static constexpr int BOX = BLOCK_K * SPAN;                 // MN-major: from one box to the next
     static constexpr int K_STEP = kKMajor ? 32 : 2 * ATOM;     // bytes to the next 16 of K
     static constexpr int ROWS_64 = kKMajor ? 64 * SPAN : BOX;  // bytes to the next 64 of MN
-    static_assert(!kKMajor || BLOCK_K * 2 == SPAN, "a K-major tile is one box wide");
+    static_assert(!kKMajor || BLOCK_K * ITEM_BYTES == SPAN, "a K-major tile is one box wide");
+    static_assert(kKMajor || ITEM_BYTES == 2, "only 16-bit operands may be MN-major");
 
     // The descriptor: address, bytes between boxes (leading), bytes between atoms (stride), each >> 4; the swizzle.
     // In a cluster, the upper bits of a shared address tell the block's rank: they must not spill over.
@@ -41,6 +42,10 @@ template <int PENDING> __device__ inline void wgmma_wait() {
 template <int COUNT> __device__ inline void hold(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i]));
+}
+template <int COUNT> __device__ inline void hold(int (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i]));
 }
 
 // The accumulators of one 16 x 8 part.
@@ -128,5 +133,12 @@ RAWOPS_WGMMA(208, "%107", "%108")
 RAWOPS_WGMMA(224, "%115", "%116")
 RAWOPS_WGMMA(240, "%123", "%124")
 RAWOPS_WGMMA(256, "%131", "%132")
+
+// The step that a type has, 32 bytes along K; wgmma_8bit.cuh adds those of bytes.
+template <class T, int N, bool kAKMajor, bool kBKMajor> struct WgmmaAtom {
+    static __device__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t accumulate) {
+        Wgmma<N>::template multiply<T, kAKMajor, kBKMajor>(d, a, b, accumulate);
+    }
+};
 
 }  // namespace rawops

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rawops import config
-from rawops._runtime import checks, compiler
+from rawops._runtime import checks, compiler, dtypes
 from rawops._runtime.boards import LIMITS
 from rawops._runtime.checks import fail
 
@@ -52,6 +52,9 @@ class Layout:
         pointers = (ctypes.c_void_p * max(len(self.offsets), 1))(*[start + o for o in self.offsets])
         return buffer, pointers
 
+
+_BYTE = np.dtype("uint8")
+_FLOAT8 = frozenset(map(dtypes.numpy, ("float8_e4m3fn", "float8_e5m2")))
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
 
@@ -96,6 +99,8 @@ class CudaDevice:
 
     def empty(self, shape, dtype):
         """Allocate an array from CuPy's pool on this device."""
+        if dtype in _FLOAT8:  # which CuPy knows as views only
+            return self.empty(shape, _BYTE).view(dtype)
         current = self.get_current()
         if current == self.ordinal:
             return self.array_type(shape, dtype)

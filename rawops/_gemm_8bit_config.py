@@ -1,0 +1,128 @@
+"""The kernels of products of 8-bit operands: their parameters and instances."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rawops._gemm_config import (
+    ACTIVATIONS,
+    BLOCK_SCALED,
+    CALL_FIELDS,
+    COLUMN_SCALED,
+    FLOAT8,
+    IN_PLACE,
+    PROMOTED,
+    SHAPE_FIELDS,
+    TILES,
+    strides_of,
+)
+from rawops._gemm_sm90 import CLUSTERS, DIRECT, OPERAND_CHOICES, PLAIN, STAGED, TILE_CHOICES, spec_of
+from rawops._gemm_sm90 import Problem as HopperProblem
+from rawops._runtime import dtypes
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+
+# What kernels take for the types of a and b.
+BYTES = {
+    (a, b): f"rawops::Bytes<{dtypes.cpp(a)}, {dtypes.cpp(b)}>"
+    for a, b in (*itertools.product(FLOAT8, repeat=2), ("int8", "int8"))
+}
+_E4M3, _INT8 = BYTES["float8_e4m3fn", "float8_e4m3fn"], BYTES["int8", "int8"]
+
+_SCALE_FIELDS = {
+    **dict.fromkeys(("whole_a", "whole_b", "whole_d", "scale_a", "scale_b"), "pointer"),
+    **strides_of("scale_a"),
+    **strides_of("scale_b"),
+    "scales_of_b": "int32",
+}
+SCALES = ParamStruct("ScaleParams", **_SCALE_FIELDS)
+PARAMS = ParamStruct("ScaledParams", **CALL_FIELDS, **SHAPE_FIELDS, **_SCALE_FIELDS)
+_CHOICES = {
+    "operands": tuple(BYTES.values()),
+    "out_dtype": ("bfloat16", "float16", "float32", *FLOAT8, "int32"),
+    "addend": ("bfloat16", "float16", "int32"),
+}
+_HOPPER_CHOICES = {**_CHOICES, **{name: TILE_CHOICES[name] for name in ("block_m", "block_n", "stages")}}
+_FINISH = {
+    "promotion": (IN_PLACE, PROMOTED, BLOCK_SCALED, COLUMN_SCALED),
+    "has_vectors": (False, True),
+    "activation": tuple(range(len(ACTIVATIONS))),
+    "finish": OPERAND_CHOICES["finish"],
+}
+SM90 = spec_of(
+    "gemm_8bit_sm90.cu",
+    "gemm_8bit_sm90",
+    {**_HOPPER_CHOICES, **_FINISH, "ping_pong": (False, True)},
+    (_E4M3, "bfloat16", "bfloat16", 128, 256, 3, IN_PLACE, False, 0, PLAIN, False),
+    (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, PROMOTED, True, 0, PLAIN, False),
+    (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, BLOCK_SCALED, False, 0, PLAIN, False),
+    (_E4M3, "float8_e4m3fn", "bfloat16", 128, 192, 4, PROMOTED, False, 2, DIRECT, False),
+    (_E4M3, "float16", "float16", 64, 192, 5, COLUMN_SCALED, False, 0, STAGED, False),
+    (_INT8, "int32", "int32", 128, 256, 4, IN_PLACE, False, 0, DIRECT, False),
+    (_INT8, "bfloat16", "bfloat16", 128, 256, 3, IN_PLACE, True, 5, STAGED, False),
+)
+SM90_CLUSTER = spec_of(
+    "gemm_8bit_sm90.cu",
+    "gemm_8bit_sm90_cluster",
+    {**_HOPPER_CHOICES, "cluster": CLUSTERS, **_FINISH},
+    (_E4M3, "bfloat16", "bfloat16", 64, 128, 7, 2, PROMOTED, False, 0, PLAIN),
+    (_E4M3, "bfloat16", "bfloat16", 64, 128, 7, 2, BLOCK_SCALED, False, 0, PLAIN),
+)
+
+
+def _smoke(operands: str, out: str, addend: str, tile, promotion: int, activation: int = 0) -> dict:
+    values = {"operands": operands, "out_dtype": out, "addend": addend, "tile": tile.cpp}
+    has_vectors = promotion < BLOCK_SCALED and out != "int32"
+    return values | {"promotion": promotion, "has_vectors": has_vectors, "activation": activation}
+
+
+_SM80_CHOICES = {
+    **_CHOICES,
+    "tile": tuple(dict.fromkeys(tile.cpp for kind in ("8-bit", "8-bit promoted") for tile in TILES[kind])),
+    "promotion": _FINISH["promotion"],
+    "has_vectors": _FINISH["has_vectors"],
+    "activation": _FINISH["activation"],
+}
+SM80 = KernelSpec(
+    source="gemm_8bit_sm80.cu",
+    entry="rawops::gemm_8bit_sm80",
+    template=tuple(_SM80_CHOICES),
+    choices=_SM80_CHOICES,
+    smoke=(
+        _smoke(_INT8, "int32", "int32", TILES["8-bit"][0], IN_PLACE),
+        _smoke(_E4M3, "bfloat16", "bfloat16", TILES["8-bit"][0], IN_PLACE, 5),
+        _smoke(_E4M3, "bfloat16", "bfloat16", TILES["8-bit promoted"][0], PROMOTED),
+        _smoke(_E4M3, "bfloat16", "bfloat16", TILES["8-bit promoted"][0], BLOCK_SCALED),
+        _smoke(_E4M3, "float8_e5m2", "float16", TILES["8-bit promoted"][1], COLUMN_SCALED),
+        _smoke(BYTES[FLOAT8], "float16", "float16", TILES["8-bit promoted"][2], PROMOTED),
+    ),
+    params=PARAMS,
+)
+
+
+@dataclass(frozen=True)
+class BytesProblem(HopperProblem):
+    """What a configuration of the Hopper kernel depends on. `promotion` is that of scaling.cuh."""
+
+    itemsize: ClassVar[int] = 1
+    promotion: int = IN_PLACE
+    is_int8: bool = False
+
+    @property
+    def clusters(self) -> tuple[int, ...]:
+        return () if self.is_int8 else CLUSTERS  # they add up float32
+
+    def widths(self, step: int, block_m: int, cluster: int, ping_pong: bool) -> list[int]:
+        if self.promotion == IN_PLACE:
+            return super().widths(step, block_m, cluster, ping_pong)
+        if ping_pong:
+            return []
+        widest = 192 if self.finish == PLAIN else 160  # with two sets of accumulators
+        if cluster > 1 or self.promotion == COLUMN_SCALED or (self.promotion == BLOCK_SCALED and self.parts == 2):
+            widest = 128
+        return [width for width in range(step, widest + 1, step) if self._fits_blocks(width // self.parts)]
+
+    def _fits_blocks(self, cols: int) -> bool:
+        """Tell whether the columns of any tile lie in two blocks of 128 at most, where these have scales."""
+        return self.promotion != BLOCK_SCALED or cols <= 128 or cols - (cols & -cols) <= 128

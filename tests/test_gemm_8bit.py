@@ -1,0 +1,394 @@
+"""Products of float8 and int8: exact over sizes, layouts and scales; what is read; results of 8 bits; the checks."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Device
+
+import rawops
+from rawops import _gemm_8bit_config as kernels
+from rawops import _gemm_sm90 as sm90
+from rawops.gemm import Gemm, gemm
+from rawops.testing import has_gpu, references
+
+E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+BFLOAT16, INT8, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype("int8"), np.dtype("float32")
+PAIRS = [*itertools.product((E4M3, E5M2), repeat=2), (INT8, INT8)]
+SIZES = [(1, 1, 1), (2, 3, 17), (7, 65, 8), (17, 8, 133), (63, 129, 64), (64, 17, 65), (129, 2, 127), (133, 192, 63)]
+H200 = {"sm_count": 132, "max_shared_bytes": 232448}
+
+
+@pytest.fixture(params=["sm_80", "sm_90a"])
+def device(request):
+    """Both families of kernels; `test_products_before_hopper` has Ada's."""
+    if has_gpu():
+        if request.param != "sm_90a":
+            pytest.skip("the GPU has one architecture")
+        yield request.getfixturevalue("hopper")
+        return
+    found = Device(np)
+    with rawops.emulate(arch=request.param, check=True) as emu:
+        found.report = emu.report
+        yield found
+    found.check_guards()
+
+
+def integers(rng, shape, dtype) -> np.ndarray:
+    return rng.integers(-3, 4, shape).astype(dtype)
+
+
+def powers(rng, shape) -> np.ndarray:
+    return (2.0 ** rng.integers(-3, 3, shape)).astype(np.float32)
+
+
+def exact(a, b) -> np.ndarray:
+    return a.astype(np.float64) @ b.astype(np.float64)
+
+
+def laid_out(device, x: np.ndarray, layout: str):
+    """x row-major ("row"), column-major ("col") or with rows of an odd length ("odd"), NaN or 77 around it."""
+    stored = x.swapaxes(-1, -2) if layout == "col" else x
+    pad = 1 if layout == "odd" else -stored.shape[-1] % 16 + 16
+    nothing = 77 if x.dtype == INT8 else np.nan
+    room = np.full((*stored.shape[:-2], stored.shape[-2] + 1, stored.shape[-1] + pad), nothing)
+    room[..., :-1, :-pad] = stored
+    view = device.put(room.astype(x.dtype))[..., :-1, :-pad]
+    return view.swapaxes(-1, -2) if layout == "col" else view
+
+
+def same(device, got, want) -> None:
+    want = np.asarray(want, np.float64).astype(got.dtype).astype(np.float64)
+    np.testing.assert_array_equal(device.get(got).astype(np.float64), want)
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
+@pytest.mark.parametrize("layouts", [("row", "col"), ("odd", "row"), ("col", "odd")], ids="-".join)
+def test_sizes_and_layouts(device, rng, dtypes, layouts):
+    """K-major operands as they are, the others by way of a copy."""
+    for M, N, K in SIZES if dtypes in ((E4M3, E5M2), (INT8, INT8)) else SIZES[3:5]:
+        a, b = integers(rng, (M, K), dtypes[0]), integers(rng, (K, N), dtypes[1])
+        out = device.guarded((M, N), BFLOAT16)
+        gemm(laid_out(device, a, layouts[0]), laid_out(device, b, layouts[1]), out=out)
+        same(device, out, exact(a, b))
+
+
+def test_products_before_hopper(rng):
+    """Ada's tensor cores take float8, through mma.sync."""
+    if has_gpu():
+        pytest.skip("the GPU has one architecture")
+    host = Device(np)
+    with rawops.emulate(arch="sm_89", check=True):
+        for dtypes in PAIRS:
+            a, b = integers(rng, (17, 133), dtypes[0]), integers(rng, (133, 40), dtypes[1])
+            same(host, gemm(a, laid_out(host, b, "col"), out_dtype="float32"), exact(a, b))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_every_code(device, dtype):
+    """All numbers, subnormal ones too; NaN and infinity stay what they are."""
+    codes = np.arange(256, dtype=np.uint8).view(dtype).reshape(-1, 1)
+    one = np.ones((1, 1), dtype)
+    for out_dtype in ("float32", "float16"):
+        same(device, gemm(device.put(codes), device.put(one), out_dtype=out_dtype), codes.astype(np.float64))
+        same(device, gemm(device.put(one), device.put(codes.T.copy()), out_dtype=out_dtype), codes.T.astype(np.float64))
+
+
+def test_int8_is_exact(device, rng):
+    """At both ends of the range, and for sums that float32 does not hold."""
+    a, b = rng.integers(-128, 128, (33, 700)).astype(INT8), rng.integers(-128, 128, (700, 24)).astype(INT8)
+    a[0], b[:, 0] = -128, -128
+    b[:, 1] = 127
+    for order in ("row", "col"):
+        got = gemm(laid_out(device, a, "row"), laid_out(device, b, order))
+        assert got.dtype == np.int32
+        np.testing.assert_array_equal(device.get(got), a.astype(np.int64) @ b.astype(np.int64))
+
+
+def test_sums_in_place(device, rng):
+    """precision="fast": one sum over all of K in the tensor cores."""
+    a, b = integers(rng, (65, 700), E4M3), integers(rng, (700, 40), E4M3)
+    got = gemm(device.put(a), laid_out(device, b, "col"), precision="fast", out_dtype="float32")
+    same(device, got, exact(a, b))
+
+
+def test_batches(device, rng):
+    """Broadcast axes, more than a kernel has, rows that stack; scales with them and without."""
+    for shape_a, shape_b in [((3, 5, 32), (3, 32, 4)), ((2, 1, 5, 9), (3, 9, 4)), ((4, 1, 16), (16, 4))]:
+        a, b = integers(rng, shape_a, E4M3), integers(rng, shape_b, E5M2)
+        same(device, gemm(device.put(a), device.put(b)), exact(a, b))
+        rows, cols = powers(rng, (*shape_a[:-1], 1)), powers(rng, shape_b[-1])
+        got = gemm(device.put(a), device.put(b), scale_a=device.put(rows), scale_b=device.put(cols))
+        same(device, got, exact(a * rows.astype(float), b * cols.astype(float)))
+    a, b = integers(rng, (2, 2, 2, 2, 3, 9), INT8), integers(rng, (2, 2, 1, 2, 9, 4), INT8)
+    rows = powers(rng, (2, 1, 1, 2, 3, 1))
+    same(device, gemm(device.put(a), device.put(b)), exact(a, b))
+    same(device, gemm(device.put(a), device.put(b), scale_a=device.put(rows)), exact(a * rows.astype(float), b))
+
+
+def test_empty_sizes(device, rng):
+    for M, N, K in [(0, 4, 4), (4, 0, 4), (4, 4, 0)]:
+        a, b = np.ones((M, K), E4M3), np.ones((K, N), E4M3)
+        got = gemm(device.put(a), device.put(b), scale_a=device.put(np.ones((M, -(-K // 128)), np.float32)))
+        assert got.shape == (M, N) and (device.get(got).astype(float) == 0).all()
+    bias = integers(rng, 4, BFLOAT16)
+    same(device, gemm(device.put(a), device.put(b), bias=device.put(bias)), np.tile(bias.astype(float), (4, 1)))
+
+
+# --- scales ---------------------------------------------------------------------------------------------------------
+
+
+def spread(scale: np.ndarray, shape: tuple) -> np.ndarray:
+    """A scale for every entry of an operand."""
+    for axis, size in enumerate(shape):
+        if scale.shape[axis] not in (1, size):
+            scale = np.repeat(scale, 128, axis)
+        scale = np.take(scale, np.arange(min(size, scale.shape[axis])), axis)
+    return np.broadcast_to(scale, shape).astype(np.float64)
+
+
+def in_nan(device, x: np.ndarray):
+    """A strided view of x with NaN behind every row and entry."""
+    room = np.full((x.shape[0] + 1, x.shape[1] * 2 + 1), np.nan, x.dtype)
+    room[:-1, : 2 * x.shape[1] : 2] = x
+    return device.put(room)[:-1, : 2 * x.shape[1] : 2]
+
+
+M, N, K = 70, 264, 300  # three blocks along K and N, the last ones short
+FORMS = [
+    ((1, 1), (1, 1)),
+    ((M, 1), (1, N)),
+    ((M, 1), (1, 1)),
+    ((1, 1), (1, N)),
+    ((M, 3), (3, 3)),
+    ((M, 3), (3, N)),
+    ((M, 3), (1, 1)),
+    ((1, 3), (1, 3)),
+    ((M, 1), (3, 1)),
+    ((1, 1), (3, N)),
+]
+
+
+@pytest.mark.parametrize("shape_a, shape_b", FORMS, ids=str)
+def test_scales(device, rng, shape_a, shape_b):
+    """Whole operands, rows and columns, blocks, and what lies between; nothing beside them is read."""
+    a, b = integers(rng, (M, K), E4M3), integers(rng, (K, N), E4M3)
+    scale_a, scale_b = powers(rng, shape_a), powers(rng, shape_b)
+    want = exact(a * spread(scale_a, a.shape), b * spread(scale_b, b.shape))
+    operands = laid_out(device, a, "row"), laid_out(device, b, "col")
+    out = device.guarded((M, N), FLOAT32)
+    gemm(*operands, scale_a=in_nan(device, scale_a), scale_b=in_nan(device, scale_b), out=out)
+    same(device, out, want)
+
+
+def test_scales_of_vectors_and_numbers(device, rng):
+    """One axis is that of rows or columns; numbers and arrays of one entry are for all, with any kind of alpha."""
+    a, b = integers(rng, (9, 32), INT8), integers(rng, (32, 24), INT8)
+    rows, cols = powers(rng, 9), powers(rng, 24)
+    put = device.put
+    got = gemm(put(a), put(b), scale_a=put(rows), scale_b=put(cols), out_dtype="float32")
+    same(device, got, exact(a * rows[:, None].astype(float), b * cols.astype(float)))
+    half = (0.5, np.float32(0.5), put(np.array(0.5, np.float32)), put(np.full(1, 0.5, np.float32)))
+    for scale, alpha in itertools.product(half, (2.0, put(np.array(2.0, np.float32)))):
+        got = gemm(put(a), put(b), scale_a=scale, scale_b=scale, alpha=alpha)
+        assert got.dtype == BFLOAT16
+        same(device, got, 0.5 * exact(a, b))
+
+
+def test_swiglu_with_blocks(device, rng):
+    """Columns of gate and up lie in blocks of their own, which need not begin where a tile's part does."""
+    N = 2 * 75
+    a, b = integers(rng, (40, K), E4M3), integers(rng, (K, N), E4M3)
+    for shape_b in ((3, 2), (3, N), (1, N)):
+        scale_a, scale_b = powers(rng, (40, 3)) / 64, powers(rng, shape_b)
+        got = gemm(
+            *map(device.put, (a, b)), scale_a=device.put(scale_a), scale_b=device.put(scale_b), activation="swiglu"
+        )
+        want = references.swiglu(exact(a * spread(scale_a, a.shape), b * spread(scale_b, b.shape)))
+        np.testing.assert_allclose(device.get(got).astype(float), want, rtol=1e-2, atol=1e-2)
+
+
+# --- epilogue -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu", "swiglu"])
+@pytest.mark.parametrize("out_dtype, addend", [("bfloat16", BFLOAT16), ("float32", FLOAT32)], ids=str)
+def test_epilogue(device, rng, activation, out_dtype, addend):
+    M, N, K = 40, 48, 64
+    a, b = integers(rng, (M, K), E4M3), integers(rng, (K, N), E5M2)
+    c, bias = rng.standard_normal((M, N)).astype(addend), rng.standard_normal(N).astype(np.float32)
+    residual = rng.standard_normal((M, N // 2 if activation == "swiglu" else N)).astype(addend)
+    rows = powers(rng, (M, 1))
+    terms = {"alpha": 0.125, "beta": -1.5, "activation": activation}
+    want = references.gemm(a * rows.astype(float), b, c, bias=bias, residual=residual, **terms)
+    put = device.put
+    terms |= {"bias": put(bias), "residual": put(residual), "scale_a": put(rows)}
+    got = gemm(put(a), put(b), put(c), out_dtype=out_dtype, **terms)
+    tolerance = 1e-2 if out_dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(device.get(got).astype(float), want, rtol=tolerance, atol=tolerance)
+
+
+def test_nothing_read_where_the_factor_is_zero(device, rng):
+    a, b = device.put(np.full((9, 32), np.nan, E4M3)), device.put(np.full((32, 8), np.nan, E4M3))
+    c, zero = integers(rng, (9, 8), BFLOAT16), device.put(np.zeros((), np.float32))
+    for given in ({"alpha": 0.0}, {"alpha": zero}, {"scale_a": 0.0}, {"scale_b": zero}):
+        same(device, gemm(a, b, device.put(c), beta=2.0, **given), 2 * c.astype(float))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_float8_results(device, dtype):
+    """Rounded to nearest even; what is too large becomes the largest number, NaN stays NaN."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    values = np.array([0, 1, -1.0625, 2**-9, 448, 464, 465, 57344, 61440, 1e6, -1e6, np.inf, -np.inf, np.nan, 0.1, 17])
+    want = np.clip(values, -largest, largest).astype(dtype)
+    a, b = np.zeros((16, 16), E4M3), np.zeros((16, 5), E4M3)
+    residual = np.tile(values.astype(np.float32)[:, None], (1, 5))
+    for scale in (None, 0.25, device.put(np.array(0.25, np.float32))):
+        factor = 1 if scale is None else 4
+        got = gemm(
+            *map(device.put, (a, b)), residual=device.put(residual * np.float32(factor)), scale_d=scale, out_dtype=dtype
+        )
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(device.get(got).astype(float), np.tile(want.astype(float)[:, None], (1, 5)))
+
+
+# --- plans, views, checks -------------------------------------------------------------------------------------------
+
+
+def test_plan(device, rng):
+    """Scales are those of the plan, read anew in every call; a plan keeps the memory of its copies."""
+    a, b = integers(rng, (19, 40), E4M3), integers(rng, (40, 24), E5M2)
+    scale, bias = powers(rng, 24), integers(rng, 24, BFLOAT16)
+    on_device = device.put(scale.copy())
+    op = Gemm(19, 24, 40, E4M3, scale_a=0.5, scale_b=on_device, bias=device.put(bias), out_dtype="float32")
+    for factor in (1, 2):
+        on_device[...] = device.put(scale * np.float32(factor))
+        got = op(device.put(a), device.put(b))
+        same(device, got, factor * 0.5 * exact(a, b * scale.astype(float)) + bias.astype(float))
+
+
+def test_out_over_an_operand(device, rng):
+    """The result is computed aside where it overlaps what is read."""
+    a, b = integers(rng, (32, 32), INT8), integers(rng, (32, 8), INT8)
+    memory = device.put(np.zeros(32 * 32, np.uint8))
+    view = memory.view(INT8).reshape(32, 32)
+    view[...] = device.put(a)
+    out = memory.view(np.int32)[: 32 * 8].reshape(32, 8)
+    gemm(view, device.put(b), out=out)
+    np.testing.assert_array_equal(device.get(out), a.astype(int) @ b.astype(int))
+
+
+WRONG = [
+    (TypeError, "b must have dtype float8_e4m3fn or float8_e5m2, got int8", {"b": np.ones((32, 8), INT8)}),
+    (TypeError, "a must have dtype float8_e4m3fn, float8_e5m2 or int8, got uint8", {"a": np.ones((9, 32), np.uint8)}),
+    (TypeError, "out_dtype must be bfloat16 or", {"out_dtype": "int32"}),
+    (TypeError, "scale_a must have dtype float32", {"scale_a": np.ones(9)}),
+    (ValueError, r"scale_a must have one entry or shape \(9,\) for rows", {"scale_a": np.ones(8, np.float32)}),
+    (ValueError, r"scale_b must have one entry or shape \(8,\) for columns", {"scale_b": np.ones((2, 8), np.float32)}),
+    (ValueError, "scale_b must have batch axes", {"scale_b": np.ones((2, 1, 8), np.float32)}),
+    (ValueError, "scale_d must be None for a bfloat16 result", {"scale_d": 2.0}),
+    (ValueError, "scale_d must have one entry", {"scale_d": np.ones(8, np.float32), "out_dtype": E4M3}),
+    (ValueError, "split_k must be None for 8-bit operands", {"split_k": 2}),
+    (ValueError, "precision must be None for float8_e4m3fn", {"precision": "tf32"}),
+    (ValueError, "zero_b must be None without b_dtype", {"zero_b": np.ones(8, np.float32)}),
+    (TypeError, "bias must have dtype", {"bias": np.ones(8, np.float64)}),
+    (
+        TypeError,
+        "c, bias and residual must share one 16-bit dtype",
+        {"bias": np.ones(8, np.float16), "residual": np.ones((9, 8), BFLOAT16)},
+    ),
+]
+
+
+@pytest.mark.parametrize("kind, message, given", WRONG, ids=[message for _, message, _ in WRONG])
+def test_checks(plain, kind, message, given):
+    arguments = {"a": np.ones((9, 32), E4M3), "b": np.ones((32, 8), E4M3), **given}
+    arguments = {name: plain.put(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    with pytest.raises(kind, match=f"gemm: {message}"):
+        gemm(**arguments)
+
+
+def test_checks_of_int8(plain):
+    a, b = plain.put(np.ones((9, 300), INT8)), plain.put(np.ones((300, 8), INT8))
+    ones = plain.put(np.ones((9, 3), np.float32))
+    with pytest.raises(ValueError, match="scale_a must have one entry or one for each row"):
+        gemm(a, b, scale_a=ones)
+    for given in ({"scale_a": 0.5}, {"scale_b": ones[0, :1]}, {"alpha": 2.0}, {"activation": "relu"}):
+        with pytest.raises(ValueError, match="gemm: out_dtype must be bfloat16, float16, float32 where"):
+            gemm(a, b, out_dtype="int32", **given)
+
+
+def test_scales_belong_to_8_bits(plain):
+    a, b = plain.put(np.ones((9, 32), np.float16)), plain.put(np.ones((32, 8), np.float16))
+    for name in ("scale_a", "scale_b", "scale_d"):
+        with pytest.raises(ValueError, match=f"gemm: {name} must be None without b_dtype or operands of 8 bits"):
+            gemm(a, b, **{name: 1.0})
+    with pytest.raises(ValueError, match="Gemm: scale_a must be None"):
+        Gemm(9, 8, 32, "float16", scale_a=1.0)
+
+
+@pytest.fixture
+def plain():
+    """Where a call that fails before anything is launched runs: anywhere."""
+    if has_gpu():
+        import cupy
+
+        yield Device(cupy)
+    else:
+        with rawops.emulate():
+            yield Device(np)
+
+
+# --- the Hopper kernel ----------------------------------------------------------------------------------------------
+
+TILES = [(128, 256, 1, False), (128, 128, 1, True), (64, 256, 1, False), (64, 192, 2, False), (64, 128, 8, False)]
+SUMMED = [(128, 192, 1, False), (128, 144, 1, False), (64, 176, 1, False), (64, 128, 2, False), (128, 128, 8, False)]
+
+
+@pytest.mark.parametrize("block_m, block_n, cluster, ping_pong", TILES)
+@pytest.mark.parametrize("dtype", [E4M3, INT8], ids=str)
+def test_tiles(hopper, force, rng, dtype, block_m, block_n, cluster, ping_pong):
+    if dtype == INT8 and cluster > 1:
+        pytest.skip("clusters add up float32")
+    force(block_n, ping_pong, block_m=block_m, cluster=cluster)
+    a, b = integers(rng, (136, 1096), dtype), integers(rng, (1096, block_n + 72), dtype)
+    out = hopper.guarded((136, block_n + 72), BFLOAT16)
+    precision = None if dtype == INT8 else "fast"
+    gemm(laid_out(hopper, a, "row"), laid_out(hopper, b, "col"), out=out, precision=precision)
+    same(hopper, out, exact(a, b))
+
+
+@pytest.mark.parametrize("block_m, block_n, cluster, ping_pong", SUMMED)
+@pytest.mark.parametrize("forms", [((1, 1), (1, 1)), ((136, 9), (9, 3)), ((136, 9), (9, 280))], ids=str)
+def test_tiles_with_sums(hopper, force, rng, forms, block_m, block_n, cluster, ping_pong):
+    if forms[1] == (9, 3) and block_n == 176:
+        block_n = 160  # that of which no tile has columns in three blocks
+    if forms[1] == (9, 280):
+        block_n = min(block_n, 128)
+    force(block_n, ping_pong, block_m=block_m, cluster=cluster)
+    a, b = integers(rng, (136, 1096), E4M3), integers(rng, (1096, 280), E5M2)
+    scale_a, scale_b = (powers(rng, shape) for shape in forms)
+    out = hopper.guarded((136, 280), FLOAT32)
+    operands = laid_out(hopper, a, "row"), laid_out(hopper, b, "col")
+    gemm(*operands, scale_a=hopper.put(scale_a), scale_b=hopper.put(scale_b), out=out)
+    same(hopper, out, exact(a * spread(scale_a, a.shape), b * spread(scale_b, b.shape)))
+
+
+def test_every_choice_fits():
+    """Registers hold both sets of accumulators, and scales of two blocks of columns are enough."""
+    for size, promotion, parts in itertools.product((1, 64, 1000, 8192), range(4), (1, 2)):
+        for M, finish in itertools.product((1, 130, 4096), (sm90.PLAIN, sm90.STAGED, sm90.DIRECT)):
+            problem = kernels.BytesProblem(M, size, size, finish=finish, parts=parts, promotion=promotion)
+            config = sm90.select_config(problem, **H200)
+            assert config.shared_bytes(problem) <= H200["max_shared_bytes"]
+            assert config.block_n in kernels.SM90.choices["block_n"]
+            if promotion:
+                assert config.block_n <= 192 and not config.ping_pong
+            if promotion == 2:
+                cols = config.block_n // parts
+                starts = range(0, 128 * cols, cols)
+                assert cols <= 128 or max((s + cols - 1) // 128 - s // 128 for s in starts) <= 1
