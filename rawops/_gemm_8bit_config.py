@@ -57,8 +57,8 @@ SM90 = spec_of(
     (_E4M3, "bfloat16", "bfloat16", 128, 256, 3, IN_PLACE, False, 0, PLAIN, False),
     (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, PROMOTED, True, 0, PLAIN, False),
     (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, BLOCK_SCALED, False, 0, PLAIN, False),
-    (_E4M3, "float8_e4m3fn", "bfloat16", 128, 192, 4, PROMOTED, False, 2, DIRECT, False),
-    (_E4M3, "float16", "float16", 64, 192, 5, COLUMN_SCALED, False, 0, STAGED, False),
+    (_E4M3, "float8_e4m3fn", "bfloat16", 128, 160, 5, PROMOTED, False, 2, DIRECT, False),
+    (_E4M3, "float16", "float16", 64, 128, 7, COLUMN_SCALED, False, 0, STAGED, False),
     (_INT8, "int32", "int32", 128, 256, 4, IN_PLACE, False, 0, DIRECT, False),
     (_INT8, "bfloat16", "bfloat16", 128, 256, 3, IN_PLACE, True, 5, STAGED, False),
 )

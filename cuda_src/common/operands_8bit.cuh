@@ -58,7 +58,7 @@ template <class A, class B> struct MmaAtom<Bytes<A, B>> {
     using Register = uint32_t;
     static constexpr int K = 32;
     static __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#if __CUDA_ARCH__ >= 890
+#if __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200  // others convert, too, and less well
         constexpr bool kWideA = is_same<A, __nv_fp8_e5m2>, kWideB = is_same<B, __nv_fp8_e5m2>;
         if constexpr (kWideA && kWideB) RAWOPS_MMA_FLOAT8("e5m2", "e5m2");
         else if constexpr (kWideA) RAWOPS_MMA_FLOAT8("e5m2", "e4m3");
