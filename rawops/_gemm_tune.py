@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from rawops import _gemm_choices
 from rawops._gemm_call import ZERO, Product, scalars
@@ -116,4 +117,4 @@ def time_runs(device, runs: list[Callable[[], None]]) -> list[float]:
                 samples.append((start, end))
         cupy.cuda.get_current_stream().synchronize()
         elapsed = [cupy.cuda.get_elapsed_time(*pair) * 1e3 for pair in samples]
-    return [statistics.median(elapsed[i :: len(runs)]) for i in range(len(runs))]
+    return [float(np.median(elapsed[i :: len(runs)])) for i in range(len(runs))]
