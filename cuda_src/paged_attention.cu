@@ -17,6 +17,7 @@ struct PagedShape {
     static constexpr int THREADS = WARPS * kWarpSize;
     static constexpr bool kRagged = kRagged_;
     static constexpr int RING_BYTES = STAGES * Tile::BYTES;  // of a warp
+    static constexpr int SPARE_ROWS = HEAD_DIM <= 128 ? 4 : 0;  // of each warp's sums that have memory of their own
     static_assert(Tile::BYTES >= kItemRows * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
 };
 
@@ -37,6 +38,7 @@ public:
           capacity(p.pool.capacity()),
           schedule(p.work, capacity, blockIdx.x, gridDim.x, lane),
           ring(shared_address(rings) + warp * Shape::RING_BYTES),
+          spare(shared_address(rings) + WARPS * Shape::RING_BYTES),
           read(ring + (STAGES - 1) * Tile::BYTES),
           filled(read),
           empty(STAGES),
@@ -46,28 +48,40 @@ public:
         ahead_page = find_page();
     }
 
+    // An item's sums are put together while the next one's first tiles and queries are on their way.
     __device__ void run() {
         Place place = schedule.begin;
-        for (int done = 0; done < schedule.count;) {
-            const int tiles = min_of(place.sequence.tiles - place.tile, schedule.count - done);
+        Rows before(place, params.work);
+        Shares shares = {};
+        bool has_tiles = false;
+#pragma unroll 1
+        for (int done = 0, tiles = 0;; done += tiles) {
+            const bool is_first = tiles == 0, is_past = done >= schedule.count;
             const Rows rows(place, params.work);
-            Shares shares;
-            const bool has_tiles = walk(place, rows, tiles, done, shares);
-            end.leave(state, read, has_tiles, rows.count);
-            end.meet(rows, shares);
-            done += tiles;
+            QueryPart query;
+            if (!is_past) read_query(query, rows);
+            if (!is_first) {
+                end.leave(state, sums_at(before.count), has_tiles, before.count);
+                end.meet(before, shares);
+            }
+            if (is_past) break;
+            tiles = min_of(place.sequence.tiles - place.tile, schedule.count - done);
+            has_tiles = walk(place, rows, query, tiles, done, shares);
+            before = rows;
             place.advance(params.work, capacity, tiles);
         }
         cp_async_wait<0>();
     }
 
 private:
+    using QueryPart = uint32_t[ceil_div(STEPS, WARPS)][4];
+
     const PagedParams& params;
     uint4* queries;  // A fragments of the item's rows, by step and lane
     ItemEnd<T, Tile, WARPS, Shape::kRagged> end;
     const int warp, lane, capacity;
     const Schedule<Tile::TOKENS, WARPS, Shape::kRagged> schedule;
-    const uint32_t ring;
+    const uint32_t ring, spare;
     uint32_t read, filled;  // the slots that were read and filled last
     int empty;              // how many from the one after `filled` on wait for a tile
     Place ahead;  // the tile that is fetched next
@@ -107,8 +121,15 @@ private:
 
     // --- the tiles of an item ---
 
-    // Adds this warp's share of the item's tiles; false if it has none. The last one's slot is not yet refilled.
-    __device__ bool walk(const Place& place, const Rows& rows, int tiles, int done, Shares& shares) {
+    // Where this warp leaves its sums of an item: in memory of their own if its rows are few, else in the slot that it
+    // has just read, which is then refilled later.
+    __device__ uint32_t sums_at(int rows) const {
+        return rows <= Shape::SPARE_ROWS ? spare + warp * Shape::SPARE_ROWS * Shape::HEAD_DIM * 4 : read;
+    }
+
+    // Adds this warp's share of the item's tiles; false if it has none.
+    __device__ bool walk(const Place& place, const Rows& rows, const QueryPart& query, int tiles, int done,
+                         Shares& shares) {
         Bounds bounds;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -118,31 +139,31 @@ private:
             bounds.position[r] = i + place.sequence.length - place.sequence.q_count;
             bounds.slope[r] = exists && params.rule.alibi_slopes ? params.rule.alibi_slopes[rows.head(row)] * kLog2E : 0;
         }
-        uint32_t query[ceil_div(STEPS, WARPS)][4];
-        read_query(query, rows);
         state.begin();
         const int first = place.sequence.first_token(place.tile), mine = (warp + WARPS - done % WARPS) % WARPS;
+        const bool keeps_slot = rows.count > Shape::SPARE_ROWS;
 #pragma unroll 1
-        for (int tile = mine;; tile += WARPS) {
+        for (int tile = mine - WARPS;;) {
             refill();
-            if (tile == mine) {  // the copies have started, and take longer than this
+            if (tile < mine) {  // the copies have started, and take longer than this
                 shares = schedule.shares(params.work, place, done);
                 share_query(query);
             }
+            tile += WARPS;
             if (tile >= tiles) break;
             cp_async_wait<STAGES - 1>();
             __syncwarp();
             read = after(read);
             state.template add<Shape::kRagged>(queries, read, first + tile * Tile::TOKENS, bounds, params.rule, lane);
             ++empty;
-            if (tile + WARPS >= tiles) break;
+            if (keeps_slot && tile + WARPS >= tiles) break;
         }
         state.finish();
         return mine < tiles;
     }
 
     // This warp's steps of the item's A fragments: lane 4 g + t has two pairs of columns of rows g and g + 8.
-    __device__ void read_query(uint32_t (&query)[ceil_div(STEPS, WARPS)][4], const Rows& rows) const {
+    __device__ void read_query(QueryPart& query, const Rows& rows) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = lane / 4 + r * 8;
@@ -159,7 +180,7 @@ private:
         }
     }
 
-    __device__ void share_query(const uint32_t (&query)[ceil_div(STEPS, WARPS)][4]) {
+    __device__ void share_query(const QueryPart& query) {
 #pragma unroll
         for (int i = 0; i < ceil_div(STEPS, WARPS); ++i) {
             const int step = warp + i * WARPS;

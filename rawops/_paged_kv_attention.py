@@ -41,25 +41,30 @@ class Config:
     stages: int
     blocks: int
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory, with room for the scales of 8-bit keys and values."""
-        return self.warps * self.stages * _stage_bytes(head_dim)
+    def shared_bytes(self, head_dim: int, kv_dtype: str) -> int:
+        """Dynamic shared memory: the rings, and each warp's sums of a few rows."""
+        return self.warps * (self.stages * _stage_bytes(head_dim, kv_dtype) + _spare_bytes(head_dim))
 
 
-def _stage_bytes(head_dim: int) -> int:
+def _stage_bytes(head_dim: int, kv_dtype: str) -> int:
     """Of 16 tokens with 16-bit keys and values, or 32 with 8-bit ones and their scales."""
-    return 64 * head_dim + 256
+    return 64 * head_dim + (256 if dtypes.itemsize(kv_dtype) == 1 else 0)
 
 
-def select_config(head_dim: int, max_shared_bytes: int) -> Config:
+def _spare_bytes(head_dim: int) -> int:
+    """Of float32 sums: SPARE_ROWS in paged_attention.cu."""
+    return 16 * head_dim if head_dim <= 128 else 0
+
+
+def select_config(head_dim: int, kv_dtype: str, max_shared_bytes: int) -> Config:
     """Choose the most stages that leave an SM two blocks, or one where two would have no ring.
 
     Two blocks of four warps keep the memory busy while one of them is between items.
     """
     static = 32 * head_dim + 1024  # queries, and what the warps tell each other
     for warps, blocks in ((4, 2), (4, 1), (2, 1)):
-        each = (max_shared_bytes + _SM_RESERVED) // blocks - _SM_RESERVED - static
-        stages = min(each // (warps * _stage_bytes(head_dim)), _MAX_STAGES)
+        each = (max_shared_bytes + _SM_RESERVED) // blocks - _SM_RESERVED - static - warps * _spare_bytes(head_dim)
+        stages = min(each // (warps * _stage_bytes(head_dim, kv_dtype)), _MAX_STAGES)
         if stages >= 2:
             return Config(warps, stages, blocks)
     raise AssertionError(f"no ring for head_dim {head_dim} in {max_shared_bytes} bytes")
@@ -78,8 +83,9 @@ _CHOICES = {
 
 
 def _smoke(head_dim: int, dtype: str = "float16", access: int = 16, ragged: bool = False, kv_dtype: str = "") -> dict:
-    config = select_config(head_dim, 232448)
-    choices = {"dtype": dtype, "kv_dtype": kv_dtype or dtype, "head_dim": head_dim, "access": access, "ragged": ragged}
+    kv_dtype = kv_dtype or dtype
+    config = select_config(head_dim, kv_dtype, 232448)
+    choices = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": head_dim, "access": access, "ragged": ragged}
     return choices | {"warps": config.warps, "stages": config.stages, "blocks": config.blocks}
 
 
@@ -142,7 +148,7 @@ def plan_launch(
     total_q, heads, head_dim = q.shape
     group = heads // pool.num_heads
     padded = next(d for d in HEAD_DIMS if d >= head_dim)
-    tile = select_config(padded, device.max_shared_bytes)
+    tile = select_config(padded, pool.dtype, device.max_shared_bytes)
     choices = {"dtype": dtypes.name(q.dtype), "kv_dtype": pool.dtype, "head_dim": padded}
     choices |= {"access": pool.access, "ragged": ragged}
     choices |= {"warps": tile.warps, "stages": tile.stages, "blocks": tile.blocks}
@@ -166,7 +172,7 @@ def plan_launch(
         function=KERNEL.kernel(device, **choices),
         grid=(blocks, 1, 1),
         block=(32 * tile.warps, 1, 1),
-        shared_bytes=tile.shared_bytes(padded),
+        shared_bytes=tile.shared_bytes(padded, pool.dtype),
         partial_floats=2 * blocks * _ROWS * (padded + 2),
         strides=(*q_strides[:2], *out_strides, total_q, 1),
         pool=(*scales, *pool.numbers),
