@@ -33,7 +33,6 @@ DECODE = {
     (1, 32768): 42.53,
     (1, 131072): 135.6,
 }
-QUICK = 4
 PAGES = [(1, "NHD"), (8, "NHD"), (16, "HND"), (64, "NHD"), (256, "NHD")]
 FORMATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
 ARTICLE = (1024, 4096, 8192, 16384, 32768)  # contexts of the article's tables, 8 sequences
@@ -90,10 +89,10 @@ def copy_bandwidth() -> float:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def decode_rows(quick: bool) -> list[dict]:
+def decode_rows() -> list[dict]:
     """Batches and contexts, float16."""
     rows = []
-    for (batch, context), theirs in list(DECODE.items())[: QUICK if quick else None]:
+    for (batch, context), theirs in DECODE.items():
         found, size = timed({"ours": decode}, batch, context)
         rows.append(
             {
@@ -142,6 +141,26 @@ def append_rows() -> list[dict]:
         {"append of 8 tokens": name, "us in a graph": graph[name].median, "us of the host": host_cost(call).median}
         for name, call in (("ours", ours), ("two indexed stores", stores))
     ]
+
+
+def cascade_rows() -> list[dict]:
+    """64 sequences with a common prefix of 8192 tokens and 256 of their own, through the cache."""
+    count, common, own = 64, 8192, 256
+    cache = rawops.PagedKVCache((common + count * own) // PAGE, PAGE, KV_HEADS, DIM, max_length=common + own)
+    first = cache.add_sequence()
+    k, v = (noise((common, KV_HEADS, DIM), "float16") for _ in "kv")
+    cache.append(k, v, [first], [common])
+    sequences = [first, *(cache.fork(first) for _ in range(count - 1))]
+    k, v = (noise((count * own, KV_HEADS, DIM), "float16") for _ in "kv")
+    cache.append(k, v, sequences, [own] * count)
+    inputs = [(noise((count, HEADS, DIM), "float16"),) for _ in range(2)]
+    calls = {
+        "cascade": lambda q: cache.decode(q, sequences, cascade=True),
+        "plain": lambda q: cache.decode(q, sequences, cascade=False),
+    }
+    found = graph_times(calls, inputs, REPLAYS)
+    plain = found["plain"].median
+    return [{f"{count} x ({common} + {own})": n, "us": t.median, "x plain": plain / t.median} for n, t in found.items()]
 
 
 def article_rows() -> list[dict]:
@@ -202,23 +221,31 @@ def torch_time(torch, call: Callable) -> float:
     return float(np.median(samples))
 
 
+TABLES: dict[str, Callable[[], list[dict]]] = {
+    "decode": decode_rows,
+    "append": append_rows,
+    "layouts": layout_rows,
+    "cascade": cascade_rows,
+    "article": article_rows,
+}
+
+
 def main() -> int:
     """Show the tables; 1 if an answer is wrong."""
     parser = argparse.ArgumentParser(prog="bench paged_kv", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the short contexts alone")
+    parser.add_argument("--quick", action="store_true", help="decode and append alone")
+    parser.add_argument("--tables", nargs="*", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     machine = ", ".join(f"{key} {value}" for key, value in environment().items())
-    note = f"{machine}, copy {copy_bandwidth():.3g} TB/s"
-    heads = f"Hq {HEADS}, Hkv {KV_HEADS}, D {DIM}"
-    show(f"paged decode: {heads}, float16, page {PAGE}", decode_rows(options.quick), as_json=options.json, note=note)
-    show("append", append_rows(), as_json=options.json)
-    if options.quick:
-        return 0
-    show("pages, layouts and 8-bit pools", layout_rows(), as_json=options.json)
-    article = article_rows()
-    show("paged grouped heads against expanded contiguous ones, 8 sequences", article, as_json=options.json)
-    return int(not all(row["right"] for row in article))
+    note = f"Hq {HEADS}, Hkv {KV_HEADS}, D {DIM}, float16, page {PAGE} unless said; {machine}"
+    wrong = False
+    for name in ("decode", "append") if options.quick else options.tables:
+        rows = TABLES[name]()
+        show(f"paged_kv: {name}", rows, as_json=options.json)
+        wrong |= not all(row.get("right", True) for row in rows)
+    show("copy on the device", [{"TB/s": copy_bandwidth()}], as_json=options.json, note=note)
+    return int(wrong)
 
 
 if __name__ == "__main__":

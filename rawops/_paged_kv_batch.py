@@ -35,18 +35,35 @@ class Batch:
         The length of each sequence, and the position of its last token.
     block_table : int32 array (batch_size, max_pages)
         -1 where there is no page.
+    prefix : int32 array (3,)
+        0, batch_size, and the tokens in `shared_pages`, once that was asked for.
     """
 
     def __init__(self, device, names: tuple[int, ...], max_pages: int) -> None:
         self.names, self._device = names, device
         self.seq_lens, self.positions = (device.empty((len(names),), "int32") for _ in range(2))
         self.block_table = device.empty((len(names), max_pages), "int32")
+        self.prefix = device.empty((3,), "int32")
         self._seen: list[tuple[int, int, int]] | None = None  # of each row: length, pages and replacements
+        self._shared: tuple[int, int] | None = None  # replacements in all rows, and the pages that all begin with
 
     def choose(self, names: tuple[int, ...]) -> None:
         """Turn to other sequences, as many as before."""
         if names != self.names:
-            self.names, self._seen = names, None
+            self.names, self._seen, self._shared = names, None, None
+
+    def shared_pages(self, allocator: PageAllocator) -> int:
+        """Return how many full pages all sequences begin with. Only a replaced page can change it."""
+        sequences = [allocator[name] for name in self.names]
+        replaced = sum(len(s.replaced) for s in sequences)
+        if self._shared is None or self._shared[0] != replaced:
+            full = min((s.length for s in sequences), default=0) // allocator.page_size
+            count = 0
+            while count < full and len({s.pages[count] for s in sequences}) == 1:
+                count += 1
+            self._shared = replaced, count
+            copy_to_device(self.prefix, np.array([0, len(sequences), count * allocator.page_size], np.int32))
+        return self._shared[1]
 
     def update(self, allocator: PageAllocator) -> None:
         """Bring the buffers to what the allocator says, in the order of the current stream."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rawops._attention_merge import merge_states
 from rawops._paged_kv_allocator import PageAllocator, Sequence
 from rawops._paged_kv_append import append
 from rawops._paged_kv_attention import attend, options_of
@@ -18,6 +19,8 @@ from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import arrays, checks, dtypes
 
 _MAX_BATCHES = 32
+_CASCADE_BYTES = 64 << 20  # what the memory moves in the time of the launches that a cascade adds
+_CACHE_SPEED = 1.3  # of the L2 over the memory, from where rows of queries read shared pages again
 _NAME = "PagedKVCache"
 
 
@@ -205,13 +208,19 @@ class PagedKVCache:
             operands = (k, v, self.pages, batch.block_table, positions, sequence_ids, *scales, *[None] * 4)
             append(function, operands, self.layout)
 
-    def decode(self, q, sequences: Sized[int], *, out=None, return_lse: bool = False, **options):
+    def decode(
+        self, q, sequences: Sized[int], *, cascade: bool | None = None, out=None, return_lse: bool = False, **options
+    ):
         """Attend from one query of each sequence to all its keys.
 
         Parameters
         ----------
         q : array (len(sequences), num_heads, head_dim)
         sequences : sequence of int
+        cascade : bool, optional
+            Read the pages that all sequences begin with once for all of them (Hydragen, Juravsky et al., 2024,
+            arXiv:2402.05099): the queries attend to the common part together, to the rest each alone, and the two are
+            merged. By default where that saves much memory traffic. Not with `window`, `alibi_slopes` or `num_splits`.
         out, return_lse, **options
             As for `rawops.paged_attention`: `softmax_scale`, `window`, `softcap`, `alibi_slopes`, `num_splits`.
 
@@ -219,7 +228,16 @@ class PagedKVCache:
         -------
         array (len(sequences), num_heads, head_dim), and with `return_lse` float32 (num_heads, len(sequences))
         """
-        return self._attend(f"{_NAME}.decode", q, sequences, None, out, return_lse, options)
+        function = f"{_NAME}.decode"
+        if cascade is not False and all(options.get(name) in plain for name, plain in _CASCADES.items()):
+            with self._lock:
+                batch = self._batch(tuple(sequences))
+                pages = batch.shared_pages(self._allocator)
+                if pages and (cascade or self._saves(pages, q)):
+                    return self._cascade(function, q, batch, pages, out, return_lse, options)
+        elif cascade:
+            checks.fail(ValueError, function, "cascade", f"be False with any of {', '.join(_CASCADES)}", cascade)
+        return self._attend(function, q, sequences, None, out, return_lse, options)
 
     def prefill(self, q, sequences: Sized[int], cu_seqlens_q, *, out=None, return_lse: bool = False, **options):
         """Attend from the last queries of each sequence, causal and bottom-right: append their keys first.
@@ -365,6 +383,28 @@ class PagedKVCache:
             operands += (self.k_scale, self.v_scale, out)
             return attend(function, operands, asked, return_lse, self.layout, self._workspace)
 
+    def _saves(self, pages: int, q) -> bool:
+        """Tell whether reading shared pages once for 16 rows of queries saves enough for three launches more."""
+        group = q.shape[1] // self.num_kv_heads
+        reads = -(-len(q) * group // 16) / _CACHE_SPEED
+        return (len(q) - reads) * pages * self.pages[:1].nbytes > _CASCADE_BYTES
+
+    def _cascade(self, function: str, q, batch: Batch, pages: int, out, return_lse: bool, options: dict):
+        asked = options_of(function, **_DEFAULTS | options | {"causal": False})
+        common = pages * self.page_size
+        prefix, table, scales = batch.prefix, batch.block_table, (self.k_scale, self.v_scale)
+        parts = (
+            (q, self.pages, table[:1, :pages], prefix[2:], prefix[:2], None, *scales, None),
+            (q, self.pages, table[:, pages:], batch.seq_lens - common, None, None, *scales, None),
+        )
+        first, second = (attend(function, x, asked, True, self.layout, self._workspace) for x in parts)
+        merged, lse = merge_states(function, *first, *second)
+        if out is None:
+            out = merged
+        else:
+            out[...] = merged
+        return (out, lse) if return_lse else out
+
     def _upload(self, values: np.ndarray):
         target = self._device.empty(values.shape, "int32")
         if target.size:
@@ -382,4 +422,5 @@ class PagedKVCache:
         return np.frombuffer(memory, dtype, size).reshape(shape)
 
 
+_CASCADES = {"window": (None, (None, None)), "alibi_slopes": (None,), "num_splits": (None,)}  # what allows a cascade
 _DEFAULTS = {"causal": True, "softmax_scale": None, "window": (None, None), "softcap": 0.0, "num_splits": None}

@@ -411,6 +411,33 @@ def test_prefix_sharing_reads_the_shared_pages(device, rng):
     assert loop.cache.length(loop.cache.add_sequence([*text[:8], 99, 1, 2, 3, 4])) == 12
 
 
+def test_cascade_equals_plain(device, rng, monkeypatch):
+    """A common prefix read once, by choice and by arithmetic; what follows differs, is shared in part, or is empty."""
+    loop = Loop(device, rng, num_pages=30)
+    a = loop.add(10)
+    b, c = loop.fork(a), loop.fork(a)
+    d = loop.fork(c)
+    loop.append([a, b, c], [3, 1, 6])
+    q = device.put(rng.standard_normal((4, 2 * HEADS, DIM)).astype(np.float16))
+    for sequences, shared in (([c, d, a, b], 2), ([a, a_too := loop.fork(a), b, d], 2)):
+        out, lse = (device.get(x) for x in loop.cache.decode(q, sequences, cascade=True, return_lse=True))
+        plain, plain_lse = (device.get(x) for x in loop.cache.decode(q, sequences, cascade=False, return_lse=True))
+        assert_close(out, plain.astype(np.float64), np.float16, k=2**16, magnitude=1.0)
+        np.testing.assert_allclose(lse, plain_lse, rtol=1e-5, atol=1e-5)
+        assert loop.cache._batches[tuple(sequences)].shared_pages(loop.cache._allocator) == shared
+        given = device.guarded(q.shape, np.float16)
+        assert loop.cache.decode(q, sequences, cascade=True, softcap=5.0, out=given) is given
+        plain = device.get(loop.cache.decode(q, sequences, softcap=5.0)).astype(np.float64)
+        assert_close(device.get(given), plain, np.float16, k=2**16, magnitude=1.0)
+    monkeypatch.setattr("rawops._paged_kv_cache._CASCADE_BYTES", 0)
+    monkeypatch.setattr("rawops._paged_kv_cache.merge_states", lambda *_: pytest.fail("a cascade"))
+    loop.cache.decode(q, [a, a_too, b, d], window=(5, None))
+    with pytest.raises(pytest.fail.Exception):
+        loop.cache.decode(q, [a, a_too, b, d])
+    with pytest.raises(ValueError, match="cascade must be False with any of window"):
+        loop.cache.decode(q, [a, a_too, b, d], window=(5, None), cascade=True)
+
+
 def test_longest_length(device, rng):
     loop = Loop(device, rng, max_length=6)
     a = loop.add(6)
