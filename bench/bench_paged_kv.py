@@ -163,6 +163,27 @@ def cascade_rows() -> list[dict]:
     return [{f"{count} x ({common} + {own})": n, "us": t.median, "x plain": plain / t.median} for n, t in found.items()]
 
 
+def prefill_rows() -> list[dict]:
+    """A chunk of 512 queries on 8192 cached tokens, beside our attention on contiguous keys and values."""
+    chunk, cached = 512, 8192
+    total = cached + chunk
+    _, pages, table, lens, _ = arrays(1, total)
+    q, cu = noise((chunk, HEADS, DIM), "float16"), cupy.array([0, chunk], "int32")
+    k, v = (pages[table[0], i].reshape(1, total, KV_HEADS, DIM) for i in range(2))
+    out, dense = cupy.empty_like(q), cupy.empty_like(q)
+    calls = {
+        "paged": lambda: rawops.paged_attention(q, pages, table, lens, cu_seqlens_q=cu, out=out),
+        "contiguous": lambda: rawops.flash_attention(q[None], k, v, causal=True, out=dense[None]),
+    }
+    found = graph_times(calls, [()], REPLAYS)
+    flops = 4.0 * HEADS * DIM * chunk * (cached + chunk / 2)
+    right = float(abs(out - dense).max()) < 2e-3
+    return [
+        {f"{chunk} queries on {cached}": n, "us": t.median, "TFLOP/s": flops / t.median * 1e-6, "right": right}
+        for n, t in found.items()
+    ]
+
+
 def article_rows() -> list[dict]:
     """Paged grouped heads against expanded contiguous keys and values in torch's attention, 8 sequences."""
     try:
@@ -226,6 +247,7 @@ TABLES: dict[str, Callable[[], list[dict]]] = {
     "append": append_rows,
     "layouts": layout_rows,
     "cascade": cascade_rows,
+    "prefill": prefill_rows,
     "article": article_rows,
 }
 

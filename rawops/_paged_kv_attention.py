@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from rawops import config
+from rawops import _paged_kv_prefill, config
 from rawops._paged_kv_call import Op, Plan, check_vector, contiguous, in_order, keep_apart
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, check_pages, describe, scale_strides
 from rawops._paged_kv_workspace import Workspace, workspace_of_stream
@@ -142,11 +142,27 @@ class Launch:
 
 
 def plan_launch(
-    device, function: str, pool: Pool, scales: tuple, q, out, ragged: bool, options: Options, q_address: int
-) -> Launch:
+    device,
+    function: str,
+    pool: Pool,
+    scales: tuple,
+    q,
+    out,
+    options: Options,
+    q_address: int,
+    *,
+    ragged: bool,
+    has_slopes: bool,
+) -> Launch | _paged_kv_prefill.Prefill:
     """Choose the kernel and lay out what does not change from call to call."""
     total_q, heads, head_dim = q.shape
     group = heads // pool.num_heads
+    scale = options.scale if options.scale is not None else 1 / math.sqrt(head_dim)
+    out_strides = [s // out.dtype.itemsize for s in out.strides] if out is not None else [heads * head_dim, head_dim, 1]
+    if ragged and _paged_kv_prefill.takes(pool, q, q_address, options.num_splits):
+        prefill = _paged_kv_prefill.plan(device, pool, q, out_strides, options, scale, has_slopes)
+        if prefill is not None:
+            return prefill
     padded = next(d for d in HEAD_DIMS if d >= head_dim)
     tile = select_config(padded, pool.dtype, device.max_shared_bytes)
     choices = {"dtype": dtypes.name(q.dtype), "kv_dtype": pool.dtype, "head_dim": padded}
@@ -165,8 +181,6 @@ def plan_launch(
     if q_strides[2] != 1 or q_address % 4 or any(x % 2 for x in (head_dim, *q_strides[:2])):
         even = head_dim + head_dim % 2
         q_strides, copies_q = [heads * even, even], True
-    out_strides = [s // out.dtype.itemsize for s in out.strides] if out is not None else [heads * head_dim, head_dim, 1]
-    scale = options.scale if options.scale is not None else 1 / math.sqrt(head_dim)
     work = (pool.batch, total_q, pool.num_heads, group, *options.window, options.num_splits, -(-group // _ROWS))
     return Launch(
         function=KERNEL.kernel(device, **choices),
@@ -277,7 +291,8 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
     apart = keep_apart(operands, 8, tuple(range(8)), same=0)
     if 0 in q.shape:
         return Plan(device, None, pool.page_size, apart)
-    launch = plan_launch(device, function, pool, scales, q, out, cu_seqlens_q is not None, asked, addresses[0])
+    kind = {"ragged": cu_seqlens_q is not None, "has_slopes": alibi_slopes is not None}
+    launch = plan_launch(device, function, pool, scales, q, out, asked, addresses[0], **kind)
     copies = any(in_order(x) is not x for x in operands[2:6]) or any(contiguous(x) is not x for x in operands[6:8])
     return Plan(device, launch, pool.page_size, apart, copies)
 

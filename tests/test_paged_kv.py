@@ -5,7 +5,7 @@ import pytest
 from paged_pool import DTYPES, NO_PAGE, Paged, attend
 
 import rawops
-from rawops import _paged_kv_attention, config
+from rawops import _paged_kv_attention, _paged_kv_prefill, config
 from rawops.config import Config
 from rawops.testing.tolerances import assert_close
 
@@ -341,23 +341,63 @@ def ragged_reference(q, p: Paged, counts, **options):
     return out, lse
 
 
+@pytest.fixture(params=["lines of tiles", "flash attention's tiles"])
+def kernel(request, monkeypatch):
+    """Which kernel takes several queries a sequence."""
+    if request.param == "flash attention's tiles":
+        monkeypatch.setattr(_paged_kv_prefill, "_MIN_ROWS", 0)
+        monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
+        monkeypatch.setattr(_paged_kv_attention, "Launch", None)  # of the other kernel: not to be made
+    return request.param
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": False}, {"window": (7, 0)}, {"window": (3, 5), "causal": False}, {"num_splits": 3}],
+    [{}, {"causal": False}, {"window": (7, 0)}, {"window": (3, 5), "causal": False}],
     ids=str,
 )
-def test_ragged_queries(device, rng, options):
+def test_ragged_queries(device, rng, kernel, options):
     """Chunks, single queries and none, fewer keys than queries, rows of q past the last sequence."""
     counts, lens = [9, 1, 0, 5, 1, 3], [40, 17, 8, 2, 0, 3]
     p = Paged(rng, lens, 2, 64, 8)
     q = queries(rng, sum(counts) + 3, 6, 64)
     q[sum(counts) :] = np.nan
     cu = device.put(np.cumsum([0, *counts]).astype(np.int32))
-    masks = {k: v for k, v in options.items() if k != "num_splits"}
-    close(*run(device, p, q, cu_seqlens_q=cu, **options), *ragged_reference(q, p, counts, **masks), "float16", 40)
+    close(*run(device, p, q, cu_seqlens_q=cu, **options), *ragged_reference(q, p, counts, **options), "float16", 40)
 
 
-def test_hidden_non_finite_values(device, rng):
+def test_ragged_queries_in_splits(device, rng):
+    p = Paged(rng, [40, 17], 2, 64, 8)
+    q = queries(rng, 7, 6, 64)
+    cu = device.put(np.array([0, 6, 7], np.int32))
+    want = ragged_reference(q, p, [6, 1])
+    close(*run(device, p, q, cu_seqlens_q=cu, num_splits=3), *want, "float16", 40)
+
+
+def test_scores_of_ragged_queries(device, rng, kernel):
+    """softcap, slopes and a negative scale, in a pool of which one page does not exist and one length is too long."""
+    p = Paged(rng, [40, 30], 1, 96, 16)
+    q = queries(rng, 9, 2, 96)
+    p.table = np.ascontiguousarray(p.table[:, :3])
+    p.table[0, 1] = len(p.pages)
+    p.k[0][16:32], p.v[0][16:32] = 0, 0
+    p.table[1, 2], p.lens[1] = -5, 60  # all of the table: what lies past the 30 tokens is zero too
+    for x in (p.k, p.v):
+        x[1] = np.concatenate([x[1], np.zeros((18, 1, 96), np.float16)])
+    p.pages[p.table[1, 1], :, 14:] = 0
+    cu, slopes = device.put(np.array([0, 4, 9], np.int32)), np.array([0.5, 0.02], np.float32)
+    for options in ({"softcap": 3.0}, {"alibi": slopes}, {"softmax_scale": -0.2}):
+        given = {"alibi_slopes": device.put(slopes)} if "alibi" in options else options
+        want = {
+            "scale": options.get("softmax_scale"),
+            "slopes": options.get("alibi"),
+            "softcap": options.get("softcap", 0),
+        }
+        got = run(device, p, q, cu_seqlens_q=cu, **given)
+        close(*got, *ragged_reference(q, p, [4, 5], **want), "float16", 48)
+
+
+def test_hidden_non_finite_values(device, rng, kernel):
     """A key or value that only later queries see leaves earlier ones as they were, bit for bit."""
     p = Paged(rng, [20], 1, 64, 16)
     q, cu = queries(rng, 6, 3, 64), device.put(np.array([0, 6], np.int32))
