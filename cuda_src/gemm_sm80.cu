@@ -16,12 +16,13 @@ struct Sm80Product {
     static constexpr int COLS = Epilogue::kGated ? Shape::BLOCK_N / 2 : Shape::BLOCK_N;  // of D
 
     // The tile at m_begin and n_begin of one product of the batch, of rows below m_end.
-    static __device__ void run(const GemmCall& call, const GemmShape& shape, Accumulator<T> alpha, char* shared,
-                               int batch, int m_begin, int m_end, int n_begin) {
+    static __device__ void run(const GemmCall& call, const GemmShape& shape, char* shared, int batch, int m_begin,
+                               int m_end, int n_begin) {
         int thread;  // read for each batch, which keeps what the epilogue makes of it out of the main loop's registers
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         const int cols = shape.epilogue.cols, k_begin = blockIdx.y * shape.k_per_split;
-        const int k_count = alpha == 0 ? 0 : min_of(shape.K - k_begin, shape.k_per_split);  // 0: a and b are not read
+        const bool reads = Accumulator<T>(call.alpha.read()) != 0;
+        const int k_count = reads ? min_of(shape.K - k_begin, shape.k_per_split) : 0;
         int index[3];
         shape.batch_index(batch, index);
         typename Tile::LoaderA loader_a(static_cast<const T*>(call.a) + shape.a.offset(index), shape.a.row, shape.a.col,
@@ -35,7 +36,8 @@ struct Sm80Product {
         EpilogueCall target = call.epilogue;
         const bool partial = shape.partial_stride != 0;
         target.out = static_cast<Out*>(target.out) + blockIdx.y * shape.partial_stride;
-        const Epilogue epilogue(target, shape.epilogue, index, partial ? Accumulator<T>(1) : alpha, m_end);
+        const double alpha = partial ? 1 : call.alpha.read();  // once more: it takes no registers in the main loop
+        const Epilogue epilogue(target, shape.epilogue, index, Accumulator<T>(alpha), m_end);
         finish_tile<Tile>(acc, epilogue, shared, m_begin, n_begin, thread);
     }
 };
@@ -47,10 +49,8 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) gemm_sm80(const __grid_cons
     const GemmShape& shape = params.shape;
     const int tiles_m = ceil_div(shape.M, Product::BLOCK_M), tiles_n = ceil_div(shape.epilogue.cols, Product::COLS);
     const TileIndex tile = grouped_raster(blockIdx.x, tiles_m, tiles_n);
-    const auto alpha = Accumulator<T>(params.call.alpha.read());
     for (int batch = blockIdx.z; batch < shape.batches; batch += gridDim.z) {
-        Product::run(params.call, shape, alpha, shared, batch, tile.m * Product::BLOCK_M, shape.M,
-                     tile.n * Product::COLS);
+        Product::run(params.call, shape, shared, batch, tile.m * Product::BLOCK_M, shape.M, tile.n * Product::COLS);
         __syncthreads();  // the next batch fills what finish_tile still reads
     }
 }
@@ -66,8 +66,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     const int tiles_n = ceil_div(shape.epilogue.cols, Product::COLS);
     if (blockIdx.x >= table.row_tiles() * tiles_n) return;
     const GroupTile tile = table.find(blockIdx.x, tiles_n, 8, Product::BLOCK_M);
-    Product::run(params.call, shape, Accumulator<T>(params.call.alpha.read()), shared + table.bytes(), tile.group,
-                 tile.m, tile.m_end, tile.n * Product::COLS);
+    Product::run(params.call, shape, shared + table.bytes(), tile.group, tile.m, tile.m_end, tile.n * Product::COLS);
 }
 
 }  // namespace rawops

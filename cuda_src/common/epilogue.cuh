@@ -105,7 +105,7 @@ public:
           out(static_cast<Out*>(call_.out) + shape_.out.offset(batch)),
           c_batch(shape_.c.offset(batch)),
           residual_batch(shape_.residual.offset(batch)),
-          bias_batch(shape_.bias_batch * batch[2]),
+          last_batch(batch[2]),
           alpha(alpha_),
           beta(call_.c == nullptr ? Value(0) : Value(call_.beta.read())) {}
 
@@ -161,7 +161,8 @@ protected:
 
 private:
     Out* out;
-    int64_t c_batch, residual_batch, bias_batch;
+    int64_t c_batch, residual_batch;
+    int last_batch;
     Value alpha, beta;
 
     static __device__ void read(Group& values, const void* pointer, int64_t offset, int64_t stride, int count,
@@ -181,7 +182,8 @@ private:
         }
         if (call.bias != nullptr) {
             Group bias;
-            read(bias, call.bias, bias_batch + n * shape.bias_stride, shape.bias_stride, count, shape.bias_flags);
+            read(bias, call.bias, last_batch * shape.bias_batch + n * shape.bias_stride, shape.bias_stride, count,
+                 shape.bias_flags);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) value[i] += bias[i];
         }
