@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from rawops import _gemm_choices, _gemm_config, _gemm_gemv, _gemm_repack, _gemm_sm90
-from rawops._gemm_config import ACTIVATIONS, CALL, DTYPES, KERNELS, REDUCE, SCALAR_TYPES, Config, Problem
+from rawops._gemm_config import ACTIVATIONS, CALL, DTYPES, KERNELS, REDUCE, REDUCE_GROUPS, SCALAR_TYPES, Config, Problem
 from rawops._gemm_operands import (
     ROLES,
     Operand,
@@ -405,7 +405,7 @@ class Product:
         return SplitK(
             partial=one_kernel({**choices, "out_dtype": problem.accumulator, "activation": 0}, partial_shape),
             reduce=REDUCE.kernel(device, dtype=dtype, out_dtype=out_dtype, activation=activation),
-            grid=(-(-groups // 128), 1, 1),
+            grid=(-(-groups // REDUCE_GROUPS), 1, 1),
             shape=shape,
             slices=slices,
             workspace=functools.partial(self.workspace, device, slices, dtypes.numpy(problem.accumulator)),

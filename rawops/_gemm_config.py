@@ -181,6 +181,7 @@ REDUCE = KernelSpec(
     smoke=({"dtype": "float16", "out_dtype": "float16", "activation": 0},),
     params=PARAMS,
 )
+REDUCE_GROUPS = 32  # groups of 16 bytes of accumulators that a block of it finishes
 
 # --- which kernel, which tile ---------------------------------------------------------------------------------------
 
