@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(128)
     const int64_t stride = int64_t(shape.batches) * shape.M * row_stride;
     const int cols = shape.epilogue.cols, count = min_of(cols - n, WIDTH);
     auto sum = [&](Group& total, int col) {
-#pragma unroll 8
+#pragma unroll 4
         for (int split = exists ? lane : splits; split < splits; split += kReduceLanes) {
             Group part;
             const int64_t offset = split * stride + row * row_stride + col;

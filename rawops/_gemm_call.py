@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rawops import _gemm_choices, _gemm_config, _gemm_gemv, _gemm_repack, _gemm_sm90
+from rawops import _gemm_choices, _gemm_config, _gemm_gemv, _gemm_repack, _gemm_sm90, _gemm_sm90_split
 from rawops._gemm_config import ACTIVATIONS, CALL, DTYPES, KERNELS, REDUCE, REDUCE_GROUPS, SCALAR_TYPES, Config, Problem
 from rawops._gemm_operands import (
     ROLES,
@@ -107,7 +107,7 @@ class OneKernel:
 class SplitK:
     """Partial products, which are a product into a workspace, and the reduction that finishes them."""
 
-    partial: OneKernel
+    partial: OneKernel | OnHopper
     reduce: Function
     grid: tuple[int, int, int]
     shape: bytes
@@ -327,11 +327,39 @@ class Product:
         """Check everything that the user can get wrong; return the dtypes of a and out, and the sizes."""
         return check(request, self.types)
 
-    def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
+    def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | SplitK | None:
         """Return the product on Hopper's own kernel, None where another one is to take it."""
-        if self.options.split_k is None and _gemm_sm90.supports(*described):
+        if self.options.split_k is not None:
+            return None
+        split = self._split_on_hopper(request, described, shape)
+        if split is None and _gemm_sm90.supports(*described):
             return OnHopper(_gemm_sm90.plan(*described), shape)
-        return None
+        return split
+
+    def _split_on_hopper(self, request: Request, described: tuple, shape: bytes) -> SplitK | None:
+        """Return the product in slices of K, where they make it faster."""
+        device, operands, M, N, K, _, activation = described
+        if not _gemm_sm90.SM90.exists_on(device.capability):
+            return None
+        problem = _gemm_sm90.describe_problem(*described[1:])
+        if problem is None:
+            return None
+        limits = device.sm_count, device.max_shared_bytes
+        cost = _gemm_sm90.select_config(problem, *limits).cost
+        count = _gemm_sm90_split.slices(problem, cost, *limits)
+        if count == 1:
+            return None
+        parts, extents, sums, parts_shape = _gemm_sm90_split.describe(operands, count, M, N, K)
+        partial = _gemm_sm90.plan(device, parts, M, N, K // count, extents, 0)
+        dtype = operands["a"].dtype
+        return SplitK(
+            partial=OnHopper(partial, parts_shape),
+            reduce=REDUCE.kernel(device, dtype=dtype, out_dtype=operands["out"].dtype, activation=activation),
+            grid=(-(-(-(-problem.N // 4) * M) // REDUCE_GROUPS), 1, 1),
+            shape=shape,
+            slices=sums,
+            workspace=functools.partial(self.workspace, device, sums, dtypes.numpy("float32")),
+        )
 
     def configure(self, device, request: Request, problem: Problem) -> Config:
         """Choose tile and split."""

@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import replace
 
-from rawops import _gemm_config, _gemm_repack, _gemm_sm90
+from rawops import _gemm_config, _gemm_repack, _gemm_sm90, _gemm_sm90_split
 from rawops._gemm_config import ACTIVATIONS, DTYPES
 from rawops._gemm_grouped import table_bytes
 from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, Sizes, describe, fold_batch, layout_of
@@ -106,6 +106,11 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
         hopper = replace(hopper, M=-(-M // options.groups), grouped=True)
     if any("sm90" in kernel for kernel in kernels):
         found.why.append("Hopper's kernel: 16-bit operands that TMA can read.")
+        if any("gemm_reduce" in kernel for kernel in kernels):
+            cost = _gemm_sm90.select_config(hopper, device.sm_count, room).cost
+            count = _gemm_sm90_split.slices(hopper, cost, device.sm_count, room)
+            hopper = _gemm_sm90_split.partial(hopper, count)
+            found.why.append(f"{count} slices of K and a launch that adds them up: {cost} would be the cost without.")
         candidates = _gemm_sm90.candidates(hopper, device.sm_count, room)
         found.why.append(f"Of {len(candidates)} configurations that fit, the one with the least predicted time.")
         explain_hopper(found, hopper, candidates, device)

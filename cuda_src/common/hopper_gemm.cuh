@@ -319,7 +319,8 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         char* staging = shared + Tile::STAGING_AT + number * Tile::STAGING_BYTES;
         char* slab = shared + Tile::SLABS_AT + (number * 4 + thread / kWarpSize) * Tile::SLAB_BYTES;
         const Consumer self{number, thread, Tile::kPingPong ? 0 : number * 64, staging, slab, exchange.turns};
-        multiply_tiles<Tile>(maps, params, low_rank, schedule, alpha, exchange, self);
+        const float factor = params.shape.partial_stride != 0 ? 1 : alpha;  // a partial sum gets it with the others
+        multiply_tiles<Tile>(maps, params, low_rank, schedule, factor, exchange, self);
     }
 }
 
