@@ -3,11 +3,9 @@
 
 namespace rawops {
 
-// partials: (splits, batches, M, row_stride) in the accumulator's type. Four threads share the slices of one group of
+// partials: (splits, batches, M, row_stride) in the accumulator's type. LANES threads share the slices of one group of
 // columns, and the first finishes it.
-constexpr int kReduceLanes = 4;
-
-template <class T, class Out, int kActivation>
+template <class T, class Out, int LANES, int kActivation>
 __global__ void __launch_bounds__(128)
     gemm_reduce(const __grid_constant__ GemmParams params,
                 const Accumulator<T>* __restrict__ partials, int splits, int row_stride) {
@@ -17,17 +15,17 @@ __global__ void __launch_bounds__(128)
     const GemmCall& call = params.call;
     const GemmShape& shape = params.shape;
     const int groups = ceil_div(shape.epilogue.cols, WIDTH);
-    const int64_t item = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kReduceLanes;
+    const int64_t item = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / LANES;
     const int64_t row = item / groups;  // of all batches
     const int n = int(item % groups) * WIDTH, batch = int(row / shape.M), m = int(row % shape.M);
-    const int lane = threadIdx.x % kReduceLanes;
+    const int lane = threadIdx.x % LANES;
     const bool exists = batch < shape.batches;
 
     const int64_t stride = int64_t(shape.batches) * shape.M * row_stride;
     const int cols = shape.epilogue.cols, count = min_of(cols - n, WIDTH);
     auto sum = [&](Group& total, int col) {
 #pragma unroll 4
-        for (int split = exists ? lane : splits; split < splits; split += kReduceLanes) {
+        for (int split = exists ? lane : splits; split < splits; split += LANES) {
             Group part;
             const int64_t offset = split * stride + row * row_stride + col;
             read_group<Accumulator<T>>(part, partials, offset, 1, count, col % WIDTH == 0);
@@ -37,7 +35,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
 #pragma unroll
-            for (int distance = 1; distance < kReduceLanes; distance *= 2) {
+            for (int distance = 1; distance < LANES; distance *= 2) {
                 total[i] += __shfl_xor_sync(~0u, total[i], distance);
             }
         }

@@ -264,7 +264,7 @@ class ScaledProduct(Product):
         operands = BYTES[problem.dtype, described["b"].dtype]
         activation = ACTIVATIONS.index(self.options.activation)
         config = _gemm_config.select_config(problem, device.sm_count, device.max_shared_bytes, 1)
-        shape = pack_shape(described, (M, N, K, sizes.cols), extents, config, sizes.gate)
+        shape = pack_shape(described, (M, N, K, sizes.cols), extents, config.k_per_split, sizes.gate)
         choices = {"operands": operands, "out_dtype": out_dtype, "addend": addend, "activation": activation}
         choices |= {"promotion": scales.promotion, "has_vectors": scales.has_vectors}
         plan = _hopper_plan(device, described, (M, N, K), extents, scales, choices)

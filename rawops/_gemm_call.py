@@ -16,7 +16,17 @@ from typing import ClassVar
 import numpy as np
 
 from rawops import _gemm_choices, _gemm_config, _gemm_gemv, _gemm_repack, _gemm_sm90, _gemm_sm90_split
-from rawops._gemm_config import ACTIVATIONS, CALL, DTYPES, KERNELS, REDUCE, REDUCE_GROUPS, SCALAR_TYPES, Config, Problem
+from rawops._gemm_config import (
+    ACTIVATIONS,
+    CALL,
+    DTYPES,
+    KERNELS,
+    REDUCE,
+    REDUCE_THREADS,
+    SCALAR_TYPES,
+    Config,
+    Problem,
+)
 from rawops._gemm_operands import (
     ROLES,
     Operand,
@@ -119,7 +129,7 @@ class SplitK:
         splits, _, row_stride = self.slices
         self.partial.run(operands, [*addresses[:2], workspace, 0, 0, 0, *addresses[6:]], alpha, ZERO)
         params = CALL.pack(*addresses[:2], *alpha, *addresses[2:6], *beta) + self.shape
-        self.reduce.launch(self.grid, (128, 1, 1), (params, workspace, splits, row_stride))
+        self.reduce.launch(self.grid, (REDUCE_THREADS, 1, 1), (params, workspace, splits, row_stride))
 
 
 @dataclass(frozen=True)
@@ -354,8 +364,7 @@ class Product:
         dtype = operands["a"].dtype
         return SplitK(
             partial=OnHopper(partial, parts_shape),
-            reduce=REDUCE.kernel(device, dtype=dtype, out_dtype=operands["out"].dtype, activation=activation),
-            grid=(-(-(-(-problem.N // 4) * M) // REDUCE_GROUPS), 1, 1),
+            **_reduction(device, dtype, operands["out"].dtype, activation, -(-problem.N // 4) * M, count),
             shape=shape,
             slices=sums,
             workspace=functools.partial(self.workspace, device, sums, dtypes.numpy("float32")),
@@ -405,7 +414,7 @@ class Product:
         arguments = (device, described, M, N, K, extents, activation)
         tuned = self._tuned(device, problem, arguments)
         config = tuned if isinstance(tuned, Config) else self.configure(device, request, problem)
-        shape = pack_shape(described, (M, N, K, sizes.cols), extents, config, gate)
+        shape = pack_shape(described, (M, N, K, sizes.cols), extents, config.k_per_split, gate)
         if isinstance(tuned, _gemm_sm90.Config):
             return OnHopper(_gemm_sm90.plan(*arguments, config=tuned), shape)
         if tuned is None:
@@ -432,8 +441,7 @@ class Product:
         groups = -(-sizes.cols // (16 // dtypes.itemsize(problem.accumulator))) * M * problem.batches
         return SplitK(
             partial=one_kernel({**choices, "out_dtype": problem.accumulator, "activation": 0}, partial_shape),
-            reduce=REDUCE.kernel(device, dtype=dtype, out_dtype=out_dtype, activation=activation),
-            grid=(-(-groups // REDUCE_GROUPS), 1, 1),
+            **_reduction(device, dtype, out_dtype, activation, groups, config.split_k),
             shape=shape,
             slices=slices,
             workspace=functools.partial(self.workspace, device, slices, dtypes.numpy(problem.accumulator)),
@@ -449,6 +457,16 @@ class Product:
         return OneKernel(kernel, grid, (tile.threads, 1, 1), shared_bytes, shape, tail)
 
 
+def _reduction(device, dtype: str, out_dtype: str, activation: int, groups: int, splits: int) -> dict:
+    """Return kernel and grid of the launch that adds up slices, by the names that SplitK has for them.
+
+    `groups` are of as many columns as 16 bytes of accumulators hold.
+    """
+    lanes = 4 if splits <= 16 else 16
+    kernel = REDUCE.kernel(device, dtype=dtype, out_dtype=out_dtype, lanes=lanes, activation=activation)
+    return {"reduce": kernel, "grid": (-(-groups * lanes // REDUCE_THREADS), 1, 1)}
+
+
 def _slices(problem: Problem, config: Config, described: dict, extents: tuple) -> tuple[tuple[int, int, int], bytes]:
     """Describe the partial products: splits, batches * M and row stride, and their GemmShape."""
     M, N, K = problem.M, problem.N, problem.K
@@ -461,5 +479,5 @@ def _slices(problem: Problem, config: Config, described: dict, extents: tuple) -
         step *= extent
     plain = {role: described[role] for role in ("a", "b")}
     plain["out"] = Operand(problem.accumulator, itemsize, 0, row_stride, 1, strides)
-    shape = pack_shape(plain, (M, N, K, N), extents, config, 0, partial_stride=step)
+    shape = pack_shape(plain, (M, N, K, N), extents, config.k_per_split, 0, partial_stride=step)
     return (config.split_k, problem.batches * M, row_stride), shape

@@ -173,15 +173,20 @@ KERNELS = {
     "float64": _spec("float64", _DOUBLE, (16, 8), _smoke("float64", "float64")),
     "float32": _spec("float32", {}, (16, 8, 4), _smoke("float32", None)),
 }
+REDUCE_THREADS = 128
 REDUCE = KernelSpec(
     source="gemm_reduce.cu",
     entry="rawops::gemm_reduce",
-    template=("dtype", "out_dtype", "activation"),
-    choices={"dtype": DTYPES, "out_dtype": DTYPES, "activation": LAYOUT_CHOICES["activation"]},
-    smoke=({"dtype": "float16", "out_dtype": "float16", "activation": 0},),
+    template=("dtype", "out_dtype", "lanes", "activation"),
+    choices={
+        "dtype": DTYPES,
+        "out_dtype": DTYPES,
+        "lanes": (4, 16),  # threads that share the slices of a group of columns
+        "activation": LAYOUT_CHOICES["activation"],
+    },
+    smoke=[{"dtype": "float16", "out_dtype": "float16", "lanes": lanes, "activation": 0} for lanes in (4, 16)],
     params=PARAMS,
 )
-REDUCE_GROUPS = 32  # groups of 16 bytes of accumulators that a block of it finishes
 
 # --- which kernel, which tile ---------------------------------------------------------------------------------------
 

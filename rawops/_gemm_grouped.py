@@ -111,7 +111,7 @@ class GroupedProduct(Product):
         )
         config = select_config(problem, device.sm_count, device.max_shared_bytes - table_bytes(groups), split_k=1)
         activation = ACTIVATIONS.index(self.options.activation)
-        shape = pack_shape(described, (M, N, K, sizes.cols), (1, 1, groups), config, gate)
+        shape = pack_shape(described, (M, N, K, sizes.cols), (1, 1, groups), config.k_per_split, gate)
         offsets = request.arrays["group_offsets"]
         further = offsets.strides[0] // offsets.itemsize, groups, int(offsets.itemsize == 8)
 

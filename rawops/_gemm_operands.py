@@ -367,8 +367,8 @@ def layout_of(x: Operand, mn: int, k: int, mn_stride: int, k_stride: int, gate: 
     return along_k >= along_mn, max(along_k, along_mn)
 
 
-def pack_shape(operands, sizes, extents, config, gate, partial_stride=0) -> bytes:
-    """Pack GemmShape; `sizes` are M, N, K and the columns of the result."""
+def pack_shape(operands, sizes, extents, k_per_split, gate, partial_stride=0) -> bytes:
+    """Pack GemmShape; `sizes` are M, N, K and the columns of the result, `gate` those from gate to up."""
     M, N, K, cols = sizes
     width = 2 if operands["a"].dtype == "float64" else 4  # columns that a thread finishes together
     strides, flags = [], {}
@@ -389,5 +389,5 @@ def pack_shape(operands, sizes, extents, config, gate, partial_stride=0) -> byte
         *((bias.col, bias.batch[-1]) if bias else (0, 0)),
         *(M, cols, *flags.values()),
         partial_stride,
-        *(M, N, K, config.k_per_split, math.prod(extents), *extents),
+        *(M, N, K, k_per_split, math.prod(extents), *extents),
     )
