@@ -139,6 +139,13 @@ private:
             bounds.position[r] = i + place.sequence.length - place.sequence.q_count;
             bounds.slope[r] = exists && params.rule.alibi_slopes ? params.rule.alibi_slopes[rows.head(row)] * kLog2E : 0;
         }
+        const PagePool& pool = params.pool;
+        bounds.scaled_by_page = pool.scale_page != 0;
+        bounds.k_scale = bounds.v_scale = 1;
+        if (Tile::kScaled && !bounds.scaled_by_page) {
+            if (pool.k_scale) bounds.k_scale = pool.k_scale[place.head * pool.scale_head];
+            if (pool.v_scale) bounds.v_scale = pool.v_scale[place.head * pool.scale_head];
+        }
         state.begin();
         const int first = place.sequence.first_token(place.tile), mine = (warp + WARPS - done % WARPS) % WARPS;
         const bool keeps_slot = rows.count > Shape::SPARE_ROWS;
@@ -158,7 +165,7 @@ private:
             ++empty;
             if (keeps_slot && tile + WARPS >= tiles) break;
         }
-        state.finish();
+        state.finish(bounds);
         return mine < tiles;
     }
 

@@ -137,19 +137,26 @@ def test_splits_agree(device, rng):
         close(*run(device, p, q, num_splits=splits), *want, "float16", 300)
 
 
-def test_shares_of_the_line_of_tiles(device, rng, monkeypatch):
+GRIDS = {  # blocks for sequences of these lengths
+    (5, 0, 300, 64, 17, 1, 1): (1, 2, 5, 7, 31, 100),
+    (64, 64, 64, 64): (2, 3, 8, 9),  # items end where blocks do, or blocks are few too many for that
+    (64, 64, 64, 61): (8,),
+    (40, 40, 40): (7, 10),
+}
+
+
+@pytest.mark.parametrize("lens", GRIDS, ids=str)
+def test_shares_of_the_line_of_tiles(device, rng, monkeypatch, lens):
     """Grids that cut the line of tiles anywhere: within items, at their ends, several items a block."""
-    lens = [5, 0, 300, 64, 17, 1, 1]
-    p = Paged(rng, lens, 1, 64, 16)
-    q = queries(rng, len(lens), 2, 64)
+    p = Paged(rng, lens, 2, 64, 16)
+    q = queries(rng, len(lens), 4, 64)
     want = decode_reference(q, p)
     plan = _paged_kv_attention.plan_launch
-    for blocks in (1, 2, 5, 7, 31, 100):
+    for blocks in GRIDS[lens]:
 
-        def with_grid(*args, blocks=blocks):
-            launch = plan(*args)
+        def with_grid(*args, blocks=blocks, **kind):
             changes = {"grid": (blocks, 1, 1), "partial_floats": 2 * blocks * 16 * 66}
-            return _paged_kv_attention.Launch(**{**vars(launch), **changes})
+            return _paged_kv_attention.Launch(**{**vars(plan(*args, **kind)), **changes})
 
         monkeypatch.setattr(_paged_kv_attention, "plan_launch", with_grid)
         monkeypatch.setattr(_paged_kv_attention.OP, "_plans", {})

@@ -10,8 +10,8 @@ namespace rawops {
 struct PagePool {
     const void* pages;
     const int* block_table;
-    const float *k_scale, *v_scale;  // of 8-bit keys and values, by page and head; none: 1
-    int64_t scale_page, scale_head;  // strides
+    const float *k_scale, *v_scale;  // of 8-bit keys and values; none: 1
+    int64_t scale_page, scale_head;  // strides: one a head if scale_page is 0
     int64_t page_stride, value_offset, token_stride, head_stride, dim_stride;  // in elements
     int64_t table_stride;
     int num_pages, max_pages, page_shift, head_dim;
@@ -57,7 +57,7 @@ template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {  // T: as stor
     static __device__ void fetch(const PagePool& pool, uint32_t slot, int page, int token, int head, int lane) {
         const bool exists = static_cast<uint32_t>(page) < static_cast<uint32_t>(pool.num_pages);
         const uint32_t present = __ballot_sync(~0u, exists);
-        if constexpr (kScaled) {
+        if (kScaled && pool.scale_page != 0) {
             const int64_t at = exists ? page * pool.scale_page + head * pool.scale_head : 0;
             fetch_scale(slot + SCALES + lane * 4, pool.k_scale, at, exists);
             fetch_scale(slot + SCALES + TOKENS * 4 + lane * 4, pool.v_scale, at, exists);

@@ -64,18 +64,16 @@ template <class T, class Tile> struct Fragments<T, Tile, 1> {
         uint32_t words[4];
         ldmatrix<false>(words, slot + Layout::moved(Layout::offset(lane, 0), 0, step));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            r[j][0] = widen_pair<T, Stored>(words[j]);
-            r[j][1] = widen_pair<T, Stored>(words[j] >> 16);
-        }
+        for (int j = 0; j < 4; ++j) widen_word<T, Stored, false>(r[j], words[j]);
     }
     static __device__ void values(uint32_t (&r)[2][4], uint32_t slot, int step, int lane) {
         uint32_t words[4];
         ldmatrix<true>(words, slot + Tile::VALUES + Layout::moved(Layout::offset(lane, 0), 0, step));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            r[j / 2][j % 2] = widen_pair<T, Stored>(__byte_perm(words[j], 0, 0x20));
-            r[j / 2][j % 2 + 2] = widen_pair<T, Stored>(__byte_perm(words[j], 0, 0x31));
+            uint32_t columns[2];
+            widen_word<T, Stored, true>(columns, words[j]);
+            r[j / 2][j % 2] = columns[0], r[j / 2][j % 2 + 2] = columns[1];
         }
     }
 };
@@ -85,6 +83,8 @@ struct Bounds {
     KeyRange seen[2];
     int position[2];
     float slope[2];  // of ALiBi, times log2(e)
+    bool scaled_by_page;  // else 8-bit keys and values of the item have one scale each:
+    float k_scale, v_scale;
 
     __device__ bool hide(int token, int tokens) const {  // any of these tokens
         const int begin = max_of(seen[0].begin, seen[1].begin), end = min_of(seen[0].end, seen[1].end);
@@ -97,7 +97,7 @@ template <class T, class Tile> class RowState {
 public:
     using Parts = Fragments<T, Tile>;
     static constexpr int STEPS = Tile::HEAD_DIM / 16, TOKENS = Tile::TOKENS;
-    float out[2 * STEPS][4];  // of 8-bit values in units of `unit`, the largest scale of values so far
+    float out[2 * STEPS][4];  // of values scaled by page, in units of `unit`, the largest scale so far
     float unit;
     float top[2], sum[2];  // of the two rows; the sum is of this lane's columns alone until `finish`
 
@@ -119,11 +119,12 @@ public:
         const auto& seen = bounds.seen;
         float score[TOKENS / 8][4];
         multiply_keys(score, queries, slot, lane);
-        if constexpr (Tile::kScaled) {
+        if (Tile::kScaled && bounds.scaled_by_page) {
             const uint32_t scales = slot + Tile::SCALES + lane % 4 * 8;
             each(score, [&](float x, int, int column) { return x * load_scale(scales + column * 4); });
         }
-        each(score, [&](float x, int, int) { return x * rule.scale; });
+        const float scale = Tile::kScaled ? rule.scale * bounds.k_scale : rule.scale;
+        each(score, [&](float x, int, int) { return x * scale; });
         if (rule.softcap > 0) {
             const float factor = rule.softcap * kLog2E, inverse = 1 / factor;
             each(score, [&](float x, int, int) { return factor * tanh_of(x * inverse); });
@@ -140,7 +141,7 @@ public:
             });
         }
         uint32_t weights[TOKENS / 16][4];
-        weigh(weights, score, slot, lane);
+        weigh(weights, score, slot, bounds.scaled_by_page, lane);
         if (kSeveral && __any_sync(~0u, bounds.hide(token, TOKENS)) && has_non_finite(slot, lane)) {
             add_values_apart(weights, slot, token, seen, lane);
         } else {
@@ -148,14 +149,17 @@ public:
         }
     }
 
-    // Completes the sums over a row's lanes.
-    __device__ void finish() {
+    // Completes the sums over a row's lanes, and brings values to their scale.
+    __device__ void finish(const Bounds& bounds) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
             sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
         }
-        if constexpr (Tile::kScaled) scale_out(unit, unit);
+        if constexpr (Tile::kScaled) {
+            const float scale = bounds.scaled_by_page ? unit : bounds.v_scale;
+            scale_out(scale, scale);
+        }
     }
 
 private:
@@ -218,7 +222,8 @@ private:
     }
 
     // Scores become weights relative to the largest score so far, and what is there already is scaled to it.
-    __device__ void weigh(uint32_t (&weights)[TOKENS / 16][4], float (&score)[TOKENS / 8][4], uint32_t slot, int lane) {
+    __device__ void weigh(uint32_t (&weights)[TOKENS / 16][4], float (&score)[TOKENS / 8][4], uint32_t slot,
+                          bool scaled_by_page, int lane) {
         float correction[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -238,7 +243,7 @@ private:
             }
             sum[r] = fmaf(sum[r], correction[r], total);
         }
-        if constexpr (Tile::kScaled) weigh_scales(score, correction, slot, lane);
+        if (Tile::kScaled && scaled_by_page) weigh_scales(score, correction, slot, lane);
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {
             weights[j / 2][j % 2 * 2] = pack_pair<T>(score[j][0], score[j][1]);

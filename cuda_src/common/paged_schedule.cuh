@@ -86,21 +86,17 @@ public:
     int count;                     // tiles of the range, 0: nothing to do
 
     // By all lanes of a warp alike.
-    __device__ Schedule(const PagedWork& work, int capacity, int block, int blocks, int lane) : count(0) {
-        const bool by_item = work.num_splits > 0;
-        const int splits_wanted = max_of(work.num_splits, 1), item = unsigned(block) / splits_wanted;
+    __device__ Schedule(const PagedWork& work, int capacity, int block, int blocks, int lane)
+        : count(0), splits(work.num_splits) {
         Counts counts;
         Found found;
-        int number = by_item ? item : 0x7fffffff;
+        int number = splits ? unsigned(block) / splits : 0x7fffffff;
 #pragma unroll 1
-        for (int pass = by_item; pass < 2; ++pass) {  // the first pass only adds up
-            found = counts.find(work, capacity, number, lane, by_item);
+        for (int pass = splits > 0; pass < 2; ++pass) {  // the first pass only adds up
+            found = counts.find(work, capacity, number, lane, splits > 0);
             if (pass == 1) break;
-            const int total = found.before, used = clamp(total / kMinTiles, 1, blocks);
-            quota = unsigned(total) / used;
-            longer = total - quota * used;
-            count = block < used ? quota + (block < longer) : 0;
-            number = flat = block * quota + min_of(block, longer);
+            number = divide(work, found.before, counts.longest(), block, blocks);
+            if (splits) counts.base = -1;  // items are counted from here on
         }
         if (found.b >= work.batch) {
             count = 0;
@@ -108,10 +104,10 @@ public:
         }
         const Sequence sequence(work, found.b, capacity);
         int tile = number - found.before, item_of_sequence = tile;
-        if (by_item) {
-            const int split = block - item * splits_wanted;
-            splits = min_of(splits_wanted, sequence.tiles);
+        if (splits) {
+            const int split = block - number * splits;
             flat = block - split;
+            splits = min_of(splits, sequence.tiles);
             tile = share_begin(sequence.tiles, split);
             count = split < splits ? share_begin(sequence.tiles, split + 1) - tile : 0;
         } else {
@@ -124,7 +120,7 @@ public:
 
     // Of the item of a place that is `done` tiles into the range.
     __device__ Shares shares(const PagedWork& work, const Place<TOKENS, kRagged>& place, int done) const {
-        if (work.num_splits) return {flat, splits, 2 * flat};
+        if (splits) return {flat, splits, 2 * flat};
         const int item_begin = flat + done - place.tile;
         int owners[2];
 #pragma unroll 1
@@ -139,7 +135,30 @@ private:
     };
     int flat;           // number of the range's first tile, or of the block that has the item's first split
     int quota, longer;  // `longer` blocks have quota + 1 tiles, the rest quota
-    int splits;
+    int splits;         // of each item, 0 where ranges are cut anywhere
+
+    // Divides `total` tiles. Returns the number that this block begins with: a tile's, or an item's if items are split.
+    //
+    // Where sequences are about equally long, and nearly all blocks have work then, ranges end where items do: each
+    // item is split alike, or each block has as many whole ones. That spares the blocks to put shared items together.
+    __device__ int divide(const PagedWork& work, int total, int longest, int block, int blocks) {
+        int used = clamp(total / kMinTiles, 1, blocks);
+        if (!kRagged && used == blocks) {
+            const int items = work.batch * work.kv_heads * work.row_tiles;
+            const int wanted = unsigned(blocks) / items;
+            if (wanted > 1 && nearly(items * wanted, blocks) && nearly(total, longest * items)) {
+                splits = wanted;
+                return unsigned(block) / splits;
+            }
+            const int even = unsigned(items) / unsigned(ceil_div(items, blocks));
+            if (total == longest * items && nearly(even, blocks)) used = even;
+        }
+        quota = unsigned(total) / used;
+        longer = total - quota * used;
+        count = block < used ? quota + (block < longer) : 0;
+        return flat = block * quota + min_of(block, longer);
+    }
+    static __device__ bool nearly(int less, int more) { return less >= more - more / 16; }
 
     __device__ int owner(int tile) const {
         const int in_longer = longer * (quota + 1);
@@ -155,7 +174,14 @@ private:
 
     // How many tiles, or items, each of 32 neighbouring sequences has, and all up to it. Kept from search to search.
     struct Counts {
-        int base = -1, own, sum;
+        int base = -1, own, sum, most = 0;  // most: tiles of an item among this lane's sequences
+
+        __device__ int longest() const {
+            int all = most;
+#pragma unroll
+            for (int step = 1; step < kWarpSize; step *= 2) all = max_of(all, __shfl_xor_sync(~0u, all, step));
+            return all;
+        }
 
         // The sequence that holds a number, and how many lie before it; the end and the total for one past the last.
         __device__ Found find(const PagedWork& work, int capacity, int number, int lane, bool by_item) {
@@ -179,6 +205,7 @@ private:
             if (b + lane < work.batch) {
                 const Sequence sequence(work, b + lane, capacity);
                 own = sequence.items(work) * (by_item ? 1 : sequence.tiles);
+                most = max_of(most, sequence.tiles);
             }
             sum = own;
 #pragma unroll
