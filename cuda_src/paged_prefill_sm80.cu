@@ -26,9 +26,10 @@ struct PagedPrefill {
     int num_pages;
 };
 
-template <class T, class Tile, int kScore>
+// Out is float for the partial results of ranges of keys, which attention_merge.cu joins.
+template <class T, class Out, class Tile, int kScore>
 __global__ void __launch_bounds__(Tile::THREADS) paged_prefill(const __grid_constant__ PagedPrefill prefill) {
-    using Forward = AttentionForward<T, PagedRows, T, Tile, 16, kScore>;
+    using Forward = AttentionForward<T, PagedRows, Out, Tile, 16, kScore>;
     extern __shared__ __align__(128) char shared[];
     __shared__ __align__(16) char storage[sizeof(typename Forward::Work)];
     auto& work = *reinterpret_cast<typename Forward::Work*>(storage);

@@ -20,6 +20,10 @@ class Workspace:
         """Return the addresses of the partial results and of the counters."""
         return self._at_least(device, "float32", floats), self._at_least(device, "int32", counters)
 
+    def partial(self, device, floats: int) -> int:
+        """Return the address of `floats` float32 for partial results."""
+        return self._at_least(device, "float32", floats)
+
     def zeros(self, device, count: int) -> int:
         """Return the address of `count` int32 zeros, which stay so: the counters, between launches."""
         return self._at_least(device, "int32", count)

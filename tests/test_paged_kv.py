@@ -381,16 +381,29 @@ def test_ragged_queries_in_splits(device, rng):
     close(*run(device, p, q, cu_seqlens_q=cu, num_splits=3), *want, "float16", 40)
 
 
+def test_flash_attention_tiles_in_splits(device, rng, monkeypatch):
+    """Few rows and many keys: their ranges go to several blocks, and of the short sequence one of them has none."""
+    monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
+    p = Paged(rng, [520, 20], 1, 64, 64)
+    q = queries(rng, 70, 2, 64)
+    cu = device.put(np.array([0, 60, 68], np.int32))
+    merged = []
+    merge_parts = _paged_kv_prefill.merge_parts
+    monkeypatch.setattr(_paged_kv_prefill, "merge_parts", lambda *args: merged.append(args) or merge_parts(*args))
+    close(*run(device, p, q, cu_seqlens_q=cu), *ragged_reference(q, p, [60, 8]), "float16", 520)
+    assert merged
+
+
 def test_scores_of_ragged_queries(device, rng, kernel):
     """softcap, slopes and a negative scale, in a pool of which one page does not exist and one length is too long."""
-    p = Paged(rng, [40, 30], 1, 96, 16)
-    q = queries(rng, 9, 2, 96)
+    p = Paged(rng, [40, 30], 1, 64, 16)
+    q = queries(rng, 9, 2, 64)
     p.table = np.ascontiguousarray(p.table[:, :3])
     p.table[0, 1] = len(p.pages)
     p.k[0][16:32], p.v[0][16:32] = 0, 0
     p.table[1, 2], p.lens[1] = -5, 60  # all of the table: what lies past the 30 tokens is zero too
     for x in (p.k, p.v):
-        x[1] = np.concatenate([x[1], np.zeros((18, 1, 96), np.float16)])
+        x[1] = np.concatenate([x[1], np.zeros((18, 1, 64), np.float16)])
     p.pages[p.table[1, 1], :, 14:] = 0
     cu, slopes = device.put(np.array([0, 4, 9], np.int32)), np.array([0.5, 0.02], np.float32)
     for options in ({"softcap": 3.0}, {"alibi": slopes}, {"softmax_scale": -0.2}):
