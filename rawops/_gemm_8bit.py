@@ -250,7 +250,7 @@ class ScaledProduct(Product):
         has_sums = dtype in FLOAT8 and self.options.precision != "fast"
         scales = _scales_of(request, described, sizes, has_sums)
         problem = Problem(dtype, M, N, K, math.prod(extents), promoted=scales.promotion != IN_PLACE)
-        copies, described = _repacked(device, described, problem, extents)
+        copies, described = repacked(device, described, problem, extents)
         product = self._product(device, request, (out_dtype, sizes), described, scales, problem, extents)
         if not copies:
             return product
@@ -274,7 +274,7 @@ class ScaledProduct(Product):
         return _Steps(shape, scales, _launch_of(kernel, problem, config))
 
 
-def _repacked(device, described: dict, problem: Problem, extents: tuple) -> tuple[dict, dict]:
+def repacked(device, described: dict, problem: Problem, extents: tuple) -> tuple[dict, dict]:
     """Plan copies of the operands that are not K-major with rows on 16-byte boundaries."""
     a, b, K = described["a"], described["b"], problem.K
     fits = {

@@ -7,7 +7,9 @@ import math
 from dataclasses import replace
 
 from rawops import _gemm_config, _gemm_repack, _gemm_sm90, _gemm_sm90_split
-from rawops._gemm_config import ACTIVATIONS, DTYPES
+from rawops._gemm_8bit import repacked
+from rawops._gemm_8bit_config import BytesProblem
+from rawops._gemm_config import ACTIVATIONS, DTYPES, FLOAT8, IN_PLACE, PROMOTED
 from rawops._gemm_grouped import table_bytes
 from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, Sizes, describe, fold_batch, layout_of
 from rawops._runtime import checks, dtypes
@@ -27,9 +29,9 @@ LAYOUTS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("M", "N", "K"):
         parser.add_argument(name, type=int)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--out-dtype", choices=DTYPES)
-    parser.add_argument("--precision", choices=("tf32",))
+    parser.add_argument("--dtype", choices=(*DTYPES, *FLOAT8, "int8"), default="bfloat16")
+    parser.add_argument("--out-dtype", choices=(*DTYPES, *FLOAT8, "int32"))
+    parser.add_argument("--precision", choices=("tf32", "fast"))
     parser.add_argument("--layout", **LAYOUTS)
     parser.add_argument(
         "--offset", type=int, default=0, help="bytes from an aligned address to a's and b's first element"
@@ -47,19 +49,19 @@ def explain(options: argparse.Namespace, device: PaperDevice) -> Explanation:
     with device.current():
         if options.groups is not None:
             offsets = device.array((options.groups + 1,), "int32")
-            grouped_gemm(arrays["a"], arrays["b"], offsets, bias=arrays["bias"], **keywords)
+            out = grouped_gemm(arrays["a"], arrays["b"], offsets, bias=arrays["bias"], **keywords)
         else:
-            gemm(arrays["a"], arrays["b"], bias=arrays["bias"], split_k=options.split_k, **keywords)
+            out = gemm(arrays["a"], arrays["b"], bias=arrays["bias"], split_k=options.split_k, **keywords)
     M, N, K, batch = options.M, options.N, options.K, options.batch
     title = f"gemm {M} x {N} x {K}, {options.dtype}, {options.layout.upper()}"
     title += f", batch of {batch}" if batch > 1 else ""
     title += f", {options.groups} groups" if options.groups is not None else ""
     found = Explanation(f"{title}; {device.board.name} ({device.arch}, {device.sm_count} SMs)")
     if device.launches:
-        _explain_tile(found, options, device, arrays)
-    out_size = dtypes.itemsize(options.out_dtype or options.dtype) / (2 if options.activation == "swiglu" else 1)
-    size = sum(math.prod(x.shape) * x.itemsize for x in arrays.values() if x is not None) + batch * M * N * out_size
-    add_roofline(found, device.board, options.precision or options.dtype, 2.0 * batch * M * N * K, size)
+        _explain_tile(found, options, device, arrays | {"out": out})
+    size = sum(math.prod(x.shape) * x.itemsize for x in (*arrays.values(), out) if x is not None)
+    precision = "tf32" if options.precision == "tf32" else options.dtype
+    add_roofline(found, device.board, precision, 2.0 * batch * M * N * K, size)
     return found
 
 
@@ -98,14 +100,21 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
         found.why.append("One row: a kernel that streams b, with K shared among warps until every SM is busy.")
         return
     if any("repack" in kernel for kernel in kernels):
-        found.why.append("Operands off the 16-byte boundaries are copied first: for this size that pays.")
-        _, described = _gemm_repack.plan(device, problem, described, layouts, extents)
+        if options.dtype in DTYPES:
+            found.why.append("Operands off the 16-byte boundaries are copied first: for this size that pays.")
+            _, described = _gemm_repack.plan(device, problem, described, layouts, extents)
+        else:
+            found.why.append("Operands of 8 bits are multiplied along contiguous rows of K: others are copied first.")
+            _, described = repacked(device, described, problem, extents)
         problem, _ = _sm80_problem(options, described, sizes, extents)
     hopper = _gemm_sm90.describe_problem(described, M, N, K, extents, activation)
     if hopper is not None and options.groups:
         hopper = replace(hopper, M=-(-M // options.groups), grouped=True)
     if any("sm90" in kernel for kernel in kernels):
-        found.why.append("Hopper's kernel: 16-bit operands that TMA can read.")
+        if options.dtype not in DTYPES:
+            is_int8 = options.dtype == "int8"
+            hopper = BytesProblem(**vars(hopper), promotion=_promotion(options), is_int8=is_int8)
+        found.why.append("Hopper's kernel: operands of 8 or 16 bits that TMA can read.")
         if any("gemm_reduce" in kernel for kernel in kernels):
             cost = _gemm_sm90.select_config(hopper, device.sm_count, room).cost
             count = _gemm_sm90_split.slices(hopper, cost, device.sm_count, room)
@@ -129,7 +138,13 @@ def _sm80_problem(options: argparse.Namespace, described: dict, sizes: tuple, ex
     if options.groups is not None:
         M, access_a = -(-M // options.groups), access_a if a_k_major else a.itemsize
     tf32, access = options.precision == "tf32", min(access_a, access_b)
-    return _gemm_config.Problem(options.dtype, M, N, K, math.prod(extents), tf32, access), layouts
+    promoted = _promotion(options) != IN_PLACE
+    return _gemm_config.Problem(options.dtype, M, N, K, math.prod(extents), tf32, access, promoted), layouts
+
+
+def _promotion(options: argparse.Namespace) -> int:
+    """Return how sums of 8-bit products are kept, where a and b have no scales: Promotion in scaling.cuh."""
+    return PROMOTED if options.dtype in FLOAT8 and options.precision != "fast" else IN_PLACE
 
 
 def _describe(options: argparse.Namespace, device: PaperDevice, arrays: dict) -> tuple[dict, tuple, tuple]:
@@ -139,7 +154,7 @@ def _describe(options: argparse.Namespace, device: PaperDevice, arrays: dict) ->
     request = Request("gemm", Options(), named, [device.pointer(x) for x in named.values()], {})
     cols = N // 2 if options.activation == "swiglu" else N
     sizes = Sizes(M, N, K, cols, (options.batch,) if options.batch > 1 else ())
-    described = describe(request, sizes, options.out_dtype or options.dtype)
+    described = describe(request, sizes, arrays["out"].dtype.name)
     if options.groups is not None:
         for x in described.values():
             x.batch = [0, 0, *(x.batch or [0])]
@@ -152,7 +167,7 @@ def explain_hopper(found: Explanation, problem: _gemm_sm90.Problem, candidates: 
     """Add what the Hopper kernel's configuration is made of; the first candidate is the chosen one."""
     config = candidates[0]
     how = "consumers take turns" if config.ping_pong else f"{config.consumers} consumer(s) of 64 rows"
-    found.add("tile", f"{config.block_m} x {config.block_n} x {_gemm_sm90.BLOCK_K}", how)
+    found.add("tile", f"{config.block_m} x {config.block_n} x {128 // problem.itemsize}", how)
     ring = f"{config.stages} x {config.stage_bytes(problem)} + {config.other_bytes(problem)} bytes of shared memory"
     found.add("stages", config.stages, ring)
     found.add("cluster", config.cluster, "blocks that share a tile, each a slice of K")
@@ -183,7 +198,7 @@ def explain_hopper(found: Explanation, problem: _gemm_sm90.Problem, candidates: 
 def _why_not_hopper(options: argparse.Namespace, device: PaperDevice, problem, room: int) -> str:
     if not _gemm_sm90.SM90.exists_on(device.capability):
         return f"Hopper's kernel does not exist for {device.arch}."
-    if options.dtype not in ("float16", "bfloat16"):
+    if dtypes.itemsize(options.dtype) > 2:
         return f"Hopper's kernel does not take {options.dtype}."
     if problem is None:
         return "TMA cannot read the operands: their rows must begin on 16-byte boundaries, and K must not be 0."
@@ -198,7 +213,7 @@ def _why_not_hopper(options: argparse.Namespace, device: PaperDevice, problem, r
 def _explain_sm80(found, options, device: PaperDevice, problem: _gemm_config.Problem, room: int) -> None:
     """Add what the configuration of a kernel for all architectures is made of."""
     M, N = problem.M, problem.N
-    split_k = 1 if options.groups is not None else options.split_k
+    split_k = options.split_k if options.groups is None and options.dtype in DTYPES else 1
     config = _gemm_config.select_config(problem, device.sm_count, room, split_k)
     found.why.append(
         f"Of the tiles for {problem.kind} operands, the largest that gives five SMs of six one; K is split where even "

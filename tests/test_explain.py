@@ -128,6 +128,14 @@ def test_gemm_on_another_card(capsys):
         (["--batch", "3"], "gemm_sm90", "Hopper's kernel: "),
         (["--groups", "5"], "gemm_grouped_sm90", "Hopper's kernel: "),
         (["--groups", "5", "--layout", "tn"], "gemm_grouped_sm80", "Groups begin at any row"),
+        (["--dtype", "float8_e4m3fn"], "gemm_8bit_sm90<", "Hopper's kernel: "),
+        (["--dtype", "int8", "--layout", "nn"], "gemm_repack_transposed<1>", "others are copied first"),
+        (
+            ["--dtype", "float8_e5m2", "--precision", "fast", "--gpu", "L40S"],
+            "gemm_8bit_sm80<",
+            "tiles for 8-bit operands",
+        ),
+        (["--dtype", "float8_e5m2", "--gpu", "A100"], "gemm_8bit_sm80<", "tiles for 8-bit promoted operands"),
         (["--sm-count", "16"], "gemm_sm90", "Hopper's kernel: "),
         (["--arch", "sm_120a"], "gemm_sm80", "does not exist for sm_120a"),
     ],
@@ -141,8 +149,10 @@ def test_gemm_options(capsys, options, kernel, why):
         assert found["operations"] == 3 * 2 * 2048**3
     if "--sm-count" in options:
         assert found["tiles_at_a_time"] == 16
-    if "--arch" in options:
+    if "--arch" in options or options[-1] == "A100":
         assert "compute_floor_us" not in found and found["floors"] == "unknown"
+    tile = found["tile"].split(" x ")
+    assert any(f"{', '.join(tile[:2])}, " in launch["kernel"] for launch in found["launches"])
 
 
 def test_copies_show_as_launches(capsys):
@@ -150,6 +160,12 @@ def test_copies_show_as_launches(capsys):
     kernels = [launch["kernel"] for launch in found["launches"]]
     assert [kernel.split("<")[0] for kernel in kernels] == ["gemm_repack", "gemm_repack", "gemm_sm90"]
     assert "copied first" in found["why"][0]
+
+
+def test_one_row(capsys):
+    found = explained(capsys, "gemm", "1", "4096", "4096", "--dtype", "float32")
+    assert found["launches"][0]["kernel"].startswith("gemv<float, float") and "One row" in found["why"][0]
+    assert found["limited_by"] == "the memory"
 
 
 @pytest.mark.parametrize("sizes", [("0", "5", "8"), ("5", "5", "0"), ("1", "8", "8")])

@@ -61,7 +61,7 @@ def add_roofline(explanation: Explanation, board: Board, precision: str, operati
     explanation.add("bytes", size, "every operand read once, the result written once")
     peak = board.operations.get(precision)
     if not peak:
-        explanation.add("floors", "unknown", f"the speeds of {board.name} are not known; name a board with --gpu")
+        explanation.add("floors", "unknown", f"no speed is known of {board.name} with {precision}")
         return
     compute, memory = operations / peak * 1e6, size / board.bandwidth * 1e6
     explanation.add("compute_floor_us", compute, f"{operations:.4g} / {peak:.4g} operations a second, {precision}")

@@ -92,8 +92,8 @@ class PaperDevice:
         """Make a contiguous array, `offset` bytes past an aligned address."""
         dtype = np.dtype(dtype)
         steps = np.cumprod([dtype.itemsize, *shape[:0:-1]], dtype=object)[::-1] if shape else ()
-        one = np.empty(1, dtype).view(PaperArray)
-        x = np.lib.stride_tricks.as_strided(one, shape, [int(s) for s in steps], subok=True)
+        one = np.empty(1, f"V{dtype.itemsize}").view(PaperArray)  # as_strided knows no types but NumPy's own
+        x = np.lib.stride_tricks.as_strided(one, shape, [int(s) for s in steps], subok=True).view(dtype)
         x._shift = next(self._addresses) + offset - one.ctypes.data
         return x
 
