@@ -276,6 +276,31 @@ def test_views_of_a_sparse_matrix(device, rng):
         assert_same(device, rawops.lsmr(view, device.put(b), maxiter=3), scipy_lsmr(expected, b, maxiter=3))
 
 
+@pytest.mark.parametrize("view", ["itself", "adjoint"])
+def test_rows_in_another_order(device, rng, view):
+    """The same x, also of a matrix with empty rows and for several right-hand sides."""
+    a = scattered(rng, 40, 20, "complex128").tolil()
+    a[7], a[39] = 0, 0
+    a = sparse.csr_array(a)
+    matrix = rawops.SparseMatrix.from_scipy(a.conj().T if view == "adjoint" else a)
+    solver = rawops.LSMR(matrix.H if view == "adjoint" else matrix, maxiter=4, reorder=True)
+    b = rng.standard_normal((40, 2)) + 0j
+    order = device.get(solver._order)
+    assert sorted(order) == list(range(40)) != order.tolist()
+    expected = [scipy_lsmr(a, b[:, j], maxiter=4) for j in range(2)]
+    assert_same(device, solver.solve(device.put(b[:, 0])), expected[0])
+    many = solver.solve_many(device.put(b))
+    np.testing.assert_allclose(device.get(many.x)[:, 1], expected[1][0], rtol=1e-7)
+
+
+def test_order_mistakes(device):
+    with pytest.raises(ValueError, match=r"^LSMR: reorder must be False but for sparse matrices, got True"):
+        rawops.LSMR(device.put(np.eye(3)), reorder=True)
+    one_format = rawops.SparseMatrix.from_scipy(sparse.eye_array(3).tocsr(), dual=False)
+    with pytest.raises(ValueError, match="reorder must be False where A keeps only its columns"):
+        rawops.LSMR(one_format.T, reorder=True)
+
+
 def test_sparse_matrix_of_the_library_at_hand(device, rng):
     a, b = scattered(rng, 40, 20), rng.standard_normal(40)
     if device.is_emulated:
