@@ -19,7 +19,7 @@ def solve_columns(engine: Engine, b, x0, settings: Settings, history: bool) -> t
     """
     columns, reports, log = [*range(engine.columns)], [{}] * engine.columns, _Log(engine.columns)
     current, done = engine, 0
-    engine.start(b if engine.columns > 1 else b[:, 0], x0 if x0 is None or engine.columns > 1 else x0[:, 0], settings)
+    engine.start(b, x0, settings)
     while True:
         watch = log.watch(columns) if history else None
         found = current.run(settings.maxiter, watch, len(columns) // 2, done)

@@ -26,7 +26,7 @@ from rawops._lsmr_operators import (
     column_scaling,
     product_of,
 )
-from rawops._lsmr_order import sorted_rows
+from rawops._lsmr_packed import PackedProduct
 from rawops._lsmr_status import Progress, Status
 from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
@@ -108,10 +108,10 @@ class LSMR:
         As for `lsmr`.
     damp, atol, btol, conlim, maxiter, preconditioner, reorthogonalize, vectors
         As for `lsmr`.
-    reorder : bool
-        Keep a copy of a sparse A whose rows are sorted by where they begin and end, and sort every b the same way. x is
-        the same up to rounding. Where rows come in no order and share columns, as rays through voxels do, the product
-        with A^H reads u with fewer gaps.
+    pack : bool
+        Keep a copy of a sparse A with real values in a layout of the solver's own, 6 bytes an entry and direction for
+        float32. It is for matrices with many entries a row and few columns, such as rays through voxels: products then
+        gather their vector from shared memory. `solve_many` and complex vectors go without.
 
     Notes
     -----
@@ -133,11 +133,10 @@ class LSMR:
         preconditioner=None,
         reorthogonalize=None,
         vectors=None,
-        reorder=False,
+        pack=False,
     ) -> None:
-        self._product, self._order = _product(self._function, A), None
-        if reorder:
-            self._reorder()
+        self._product = _product(self._function, A)
+        self._packed = self._pack() if pack else None
         self.shape = self._product.shape
         numbers = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
         damp, atol, btol, conlim = (checks.number(self._function, name, value) for name, value in numbers.items())
@@ -147,20 +146,15 @@ class LSMR:
         self._settings = Settings(damp, atol, btol, 1 / conlim if conlim > 0 else 0.0, maxiter)
         self._capacity = self._kept_vectors(reorthogonalize)
         if preconditioner is not None and not isinstance(self._product, EmptyProduct):
-            self._product = self._preconditioned(preconditioner)
+            self._product, self._packed = self._preconditioned(preconditioner)
         self._vectors = checks.choice(self._function, "vectors", vectors, (None, "float64"))
         self._engines: dict[tuple, Engine] = {}
 
-    def _reorder(self) -> None:
+    def _pack(self) -> PackedProduct:
         if not isinstance(self._product, SparseProduct):
-            fail(ValueError, self._function, "reorder", "be False but for sparse matrices", True)
-        matrix = self._product.matrix
-        if matrix._transposed not in matrix._store.rows:
-            hint = "Make the matrix with dual=True."
-            fail(ValueError, self._function, "reorder", "be False where A keeps only its columns", True, hint)
+            fail(ValueError, self._function, "pack", "be False but for sparse matrices", True)
         with _current(self._product.device):
-            matrix, self._order = sorted_rows(matrix)
-        self._product = SparseProduct(matrix)
+            return PackedProduct(self._function, self._product)
 
     def _total_rows(self) -> int:
         product = self._product
@@ -177,7 +171,7 @@ class LSMR:
             return most
         return min(checks.int_range(self._function, "reorthogonalize", reorthogonalize, 1, 2**31 - 1), most)
 
-    def _preconditioned(self, preconditioner) -> PreconditionedProduct:
+    def _preconditioned(self, preconditioner) -> list:
         function = self._function
         if isinstance(preconditioner, str):
             checks.choice(function, "preconditioner", preconditioner, ("column",))
@@ -185,7 +179,8 @@ class LSMR:
         elif not (hasattr(preconditioner, "solve") and hasattr(preconditioner, "rsolve")):
             rule, got = "be 'column' or have solve and rsolve", type(preconditioner).__name__
             fail(TypeError, function, "preconditioner", rule, got)
-        return PreconditionedProduct(function, self._product, preconditioner)
+        products = self._product, self._packed
+        return [p if p is None else PreconditionedProduct(function, p, preconditioner) for p in products]
 
     def solve(self, b, x0=None, *, callback: Callable | None = None, history: bool = False, show: bool = False):
         """Solve for one right-hand side.
@@ -205,7 +200,11 @@ class LSMR:
 
     def _solve(self, b, x0, callback, history: bool, show: bool, keep: bool) -> LSMRResult:
         problem = self._problem(b, x0)
-        engine = self._engine(problem, 1)
+        product = self._product
+        if self._packed is not None and problem.dtype.kind == "f":
+            product = self._packed
+            problem = problem._replace(b=problem.b[self._order()])
+        engine = self._engine(problem, 1, product)
         progress = Progress(self._settings, self.shape, callback, history, show)
         with _current(problem.device), progress:
             engine.start(problem.b, problem.x0, self._settings)
@@ -243,21 +242,28 @@ class LSMR:
         problem = self._problem(B, X0, names=("B", "X0"))
         if problem.b.shape[1] == 0:
             fail(ValueError, self._function, "B", "have columns", f"shape {tuple(problem.b.shape)}")
-        engine = self._engine(problem, problem.b.shape[1])
+        engine = self._engine(problem, problem.b.shape[1], self._product)
+        b, x0 = problem.b, problem.x0
+        if engine.columns == 1:
+            b, x0 = b[:, 0], None if x0 is None else x0[:, 0]
         with _current(problem.device):
-            reports, kept = solve_columns(engine, problem.b, problem.x0, self._settings, history)
-            squares = engine.residuals(problem.b, problem.x0, self._settings.damp)
-            x = engine.solution(problem.x0)
+            reports, kept = solve_columns(engine, b, x0, self._settings, history)
+            squares = engine.residuals(b, x0, self._settings.damp)
+            x = engine.solution(x0)
             x = (x.copy() if x is engine.x else x).reshape(self.shape[1], -1)
         status = [Status(int(r["istop"]), r, squares[:, i], self._settings) for i, r in enumerate(reports)]
         istop, itn, *norms = (np.array([r[name] for r in reports]) for name in ("istop", "itn", *HISTORY))
         return LSMRResult(problem.give(x), istop.astype(int), itn.astype(int), *norms, history=kept, status=status)
 
-    def _engine(self, problem: _Problem, columns: int) -> Engine:
-        key = problem.device, problem.dtype, columns
+    def _order(self):
+        packed = self._packed
+        return packed.product.order if isinstance(packed, PreconditionedProduct) else packed.order
+
+    def _engine(self, problem: _Problem, columns: int, product) -> Engine:
+        key = problem.device, problem.dtype, columns, product is self._packed
         if key not in self._engines:
             with _current(problem.device):
-                self._engines[key] = Engine(problem.device, self._product, problem.dtype, columns, self._capacity)
+                self._engines[key] = Engine(problem.device, product, problem.dtype, columns, self._capacity)
         return self._engines[key]
 
     def _problem(self, b, x0, names=("b", "x0")) -> _Problem:
@@ -273,9 +279,6 @@ class LSMR:
             fail(ValueError, function, names[0], f"be on the device of A ({self._product.device})", str(device))
         shape = _vector if names[0] == "b" else functools.partial(_columns, columns=b.shape[1:])
         b, x0 = shape(function, names[0], b, m), None if x0 is None else shape(function, names[1], x0, n)
-        if self._order is not None:
-            with _current(device):
-                b = b[self._order]
         inexact = [x.dtype for x in (self._product, b, x0) if x is not None and x.dtype.kind in "fc"]
         dtype = np.result_type(*(inexact or ["float64"]), self._vectors or "float32")
         b, x0 = (x if x is None else x.astype(dtype, copy=False) for x in (b, x0))
