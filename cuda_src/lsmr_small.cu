@@ -1,7 +1,7 @@
 // Whole iterations of LSMR in one block of threads, for a sparse matrix that one SM reads quickly enough: no launches, no
 // waiting for other SMs. Vectors and scalars stay in shared memory from iteration to iteration; the matrix stays in the
-// caches. The last warp does the estimates and the stopping tests while the others go on: a stop is known before the next
-// x would be made.
+// caches. The last warp does the estimates and the stopping tests of an iteration while the others make the products of the
+// next one: a stop is known before the next x would be made.
 #include "common/lsmr_state.cuh"
 
 namespace rawops {
@@ -105,19 +105,21 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     __syncthreads();
 
     const bool judges = threadIdx.x == kSmallWorkers;
+    bool untested = false;  // an x
     double normx = 0;
     for (int iteration = 0; iteration < iterations && s.phase == kRun; ++iteration) {
         double squares = small_product<false>(rows, v, u, s.forward_alpha, s.forward_beta);
-        if (judges && s.untested != 0) judge(s, settings, normx), record(s, history, history_rows, 0, 1);
+        if (judges && untested) estimate(s, next);
         const double norm_u = sqrt(small_sum(squares, warps));
-        if (s.istop > 0) break;
         if (threadIdx.x == 0) aim_v(s, norm_u);
         __syncthreads();
         squares = s.beta > 0 ? small_product<true>(columns, u, v, s.adjoint_alpha, s.adjoint_beta) : 0;
+        if (judges && untested) judge(s, settings, normx), record(s, history, history_rows, 0, 1);
         const double norm_v = sqrt(small_sum(squares, warps));
+        untested = untested && s.istop == 0;
+        if (s.istop > 0) break;
         if (threadIdx.x == 0) next = turn(s, settings.damp, norm_v);
         __syncthreads();
-        if (judges) estimate(s, next);
         squares = 0;
         const R to_hbar = R(next.move.hbar), to_x = R(next.move.x), to_h = R(next.move.h), to_v = R(next.move.v);
         for (int i = threadIdx.x; i < n && threadIdx.x < kSmallWorkers; i += kSmallWorkers) {
@@ -133,10 +135,11 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
             squares += small_square(xi);
         }
         normx = sqrt(small_sum(squares, warps));
+        untested = true;
     }
     __syncthreads();  // all have left the loop
     if (judges) {
-        if (s.untested != 0) judge(s, settings, normx), record(s, history, history_rows, 0, 1);
+        if (untested) estimate(s, next), judge(s, settings, normx), record(s, history, history_rows, 0, 1);
         if (s.istop > 0) freeze(s);
         state->now = state->next = s;
     }
