@@ -21,8 +21,8 @@ from rawops._lsmr_small import Small
 # Where things lie in LsmrState of common/lsmr_state.cuh, in float64 numbers.
 _STATE, _NOW, _NEXT = 81, 5, 43
 _FORWARD, _ADJOINT = _NEXT + 8, _NOW + 10
-_REPORT = ("istop", "itn", "normr", "normar", "norma", "conda", "normx", "phase", "normb")
-_READ = [*range(_NOW, _NOW + 8), _NOW + 12]
+_REPORT = ("istop", "itn", "normr", "normar", "norma", "conda", "normx", "phase", "normb", "maxrbar")
+_READ = [*range(_NOW, _NOW + 8), _NOW + 12, _NOW + 35]
 STOPPED = 2  # a phase
 HISTORY = ("normr", "normar", "norma", "conda", "normx")
 

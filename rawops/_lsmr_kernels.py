@@ -90,7 +90,7 @@ class Vectors:
 
     def blocks(self, rows: int) -> int:
         """Return how many blocks share `rows` rows, which is how many partial sums each column gets."""
-        return max(1, min(-(-rows // (4 * self._rows)), _MOST_BLOCKS))
+        return max(1, min(-(-rows // self._rows), _MOST_BLOCKS))
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """Return the grid of a kernel over `rows` rows."""
