@@ -48,9 +48,9 @@ class Status:
     converged : bool
         The stop code says solved (0, 1, 2, 4 or 5) and the true norms agree.
     is_false : bool
-        The stop code says solved, and the true norms do not: for 1 and 4, r is ten times past its limit (with the largest
-        singular value seen for ||A||) and A^H r ten times what the recurrences made of it; for 2 and 5, A^H r is ten
-        times past its limit.
+        The stop code says solved, and the true norms do not: for 1 and 4, r is ten times past its limit (with the
+        largest singular value seen for ||A||) and A^H r ten times what the recurrences made of it; for 2 and 5, A^H r
+        is ten times past its limit.
     """
 
     def __init__(self, istop: int, report: dict, squares, settings: Settings) -> None:
