@@ -1,9 +1,9 @@
 // The gradients of the low-rank factors: scaling * x^T @ y for two pairs at once, x with 16 bits and y in float32.
 //
-// A block walks over all rows of 64 columns of an x. Its warps take eight rows at a time, straight from memory: a
-// thread has eight neighbouring columns of two rows, and the order of columns within an atom is free as long as it is
-// undone when they are written. y goes in as the sum of two TF32 values; x fits TF32 exactly.
-#include "common/split_tf32.cuh"
+// A block walks over all rows of 64 columns of an x. Its warps take sixteen rows at a time, straight from memory: a
+// thread has eight neighbouring columns of four rows, and the order of columns within an atom is free as long as it is
+// undone when they are written. y goes in as a sum of values of x's type, so x needs no conversion.
+#include "common/adapters.cuh"
 
 namespace rawops {
 
@@ -36,10 +36,74 @@ template <class T> __device__ inline uint4 read_columns(const T* from, int64_t s
     return bits;
 }
 
+// Rows 4t .. 4t + 3 of sixteen, as a thread reads them.
+template <class T, int RANKS> struct GradRows {
+    uint4 x[4];
+    float y[RANKS / 8][4];
+
+    __device__ void read(const GradSide& side, int m, int M, int first, int rank, int ranks, bool vectors, int lane) {
+        const int g = lane / 4, t = lane % 4;
+        const T* from = static_cast<const T*>(side.x) + (first + g * 8) * side.x_col;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = m + t * 4 + i;
+            const bool exists = row < M;
+            x[i] = read_columns(from + row * side.x_row, side.x_col, exists ? side.cols - first - g * 8 : 0, vectors);
+#pragma unroll
+            for (int j = 0; j < RANKS / 8; ++j) {
+                const int own = rank + j * 8 + g;
+                y[j][i] = exists && own < ranks ? side.y[row * side.y_row + own] : 0;
+            }
+        }
+    }
+    // The pairs of rows of column 8g + atom.
+    __device__ void column(uint32_t (&b)[2], int atom) const {
+        const uint32_t order = atom % 2 ? 0x7632 : 0x5410;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) b[i] = __byte_perm(word(x[i * 2], atom / 2), word(x[i * 2 + 1], atom / 2), order);
+    }
+
+private:
+    static __device__ uint32_t word(const uint4& bits, int i) {
+        return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
+    }
+};
+
+// acc += y^T @ x for sixteen ranks. What x has of infinities meets the first part of y alone if `careful`: times a part
+// that is 0 they would make NaN.
+template <class T, int RANKS>
+__device__ inline void add_rows(float (&acc)[8][4], GradRows<T, RANKS>& rows, int group, bool careful) {
+    constexpr bool kScaled = RankParts<T>::COUNT == 2;
+    RankParts<T> y;
+    y.split(0, rows.y[group * 2]);
+    y.split(1, rows.y[group * 2 + 1]);
+    float fresh[kScaled ? 8 : 1][4] = {};
+#pragma unroll
+    for (int part = 0; part < RankParts<T>::COUNT; ++part) {
+#pragma unroll
+        for (int atom = 0; atom < 8; ++atom) {
+            uint32_t b[2];
+            rows.column(b, atom);
+            if (part > 0 && careful) {
+                b[0] = finite_or_zero<T>(b[0]);
+                b[1] = finite_or_zero<T>(b[1]);
+            }
+            MmaAtom<T>::multiply(kScaled ? fresh[atom % (kScaled ? 8 : 1)] : acc[atom], y.values[part], b[0], b[1]);
+        }
+    }
+    if constexpr (kScaled) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            float& sum = acc[i / 4][i % 4];
+            sum = fmaf(fresh[i / 4][i % 4], y.scale[i / 2 % 2], sum);
+        }
+    }
+}
+
 // RANKS: 16 or 32 ranks from blockIdx.y * RANKS on.
 template <class T, int RANKS>
 __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant__ GradParams params) {
-    constexpr int GROUPS = RANKS / 16, ATOMS = 8, UNROLL = 4 / GROUPS;
+    constexpr int GROUPS = RANKS / 16, ATOMS = 8, UNROLL = 2 / GROUPS, STEP = kGradWarps * 16;
     __shared__ float sums[RANKS][kGradCols + 4];
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
     const int tiles = ceil_div(params.sides[0].cols, kGradCols);
@@ -47,37 +111,34 @@ __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant_
     const GradSide& side = params.sides[second];
     const int first = (blockIdx.x - (second ? tiles : 0)) * kGradCols, rank = blockIdx.y * RANKS;
     const bool vectors = side.flags & kVectors;
-    const T* x = static_cast<const T*>(side.x) + (first + g * 8) * side.x_col;
-    const float* y = side.y + rank + g;
 
-    float acc[GROUPS][ATOMS][4] = {};
-#pragma unroll UNROLL
-    for (int m = warp * 8; m < params.M; m += kGradWarps * 8) {
-        uint4 bits[2];
-        float own[2][GROUPS * 2] = {};
+    float acc[GROUPS][ATOMS][4];
+    bool careful = false;
+#pragma unroll 1
+    while (true) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = m + t + half * 4;
-            const bool exists = row < params.M;
-            const int count = exists ? side.cols - first - g * 8 : 0;
-            bits[half] = read_columns(x + row * side.x_row, side.x_col, count, vectors);
+        for (int i = 0; i < GROUPS * ATOMS * 4; ++i) acc[i / (ATOMS * 4)][i / 4 % ATOMS][i % 4] = 0;
+#pragma unroll 1
+        for (int m = warp * 16; m < params.M; m += STEP * UNROLL) {
+            GradRows<T, RANKS> rows[UNROLL];
 #pragma unroll
-            for (int i = 0; i < GROUPS * 2; ++i) {
-                if (exists && rank + i * 8 + g < params.rank) own[half][i] = y[row * side.y_row + i * 8];
+            for (int step = 0; step < UNROLL; ++step) {
+                rows[step].read(side, m + step * STEP, params.M, first, rank, params.rank, vectors, lane);
+            }
+#pragma unroll
+            for (int step = 0; step < UNROLL; ++step) {
+#pragma unroll
+                for (int group = 0; group < GROUPS; ++group) add_rows(acc[group], rows[step], group, careful);
             }
         }
-        const auto* low_rows = reinterpret_cast<const T*>(&bits[0]);
-        const auto* high_rows = reinterpret_cast<const T*>(&bits[1]);
+        bool nan = false;
 #pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            uint32_t high[4], low[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) split_tf32(high[i], low[i], own[i / 2][group * 2 + i % 2]);
-#pragma unroll
-            for (int atom = 0; atom < ATOMS; ++atom) {
-                multiply_split(acc[group][atom], high, low, widen(low_rows[atom]), widen(high_rows[atom]));
-            }
+        for (int i = 0; i < GROUPS * ATOMS * 4; ++i) {
+            const float value = acc[i / (ATOMS * 4)][i / 4 % ATOMS][i % 4];
+            nan |= value != value;
         }
+        if (!__syncthreads_or(nan) || careful) break;
+        careful = true;
     }
 
     for (int turn = 0; turn < kGradWarps; ++turn) {  // always in the same order

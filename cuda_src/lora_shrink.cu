@@ -3,23 +3,28 @@
 //
 // A row's place is behind all rows of a lower slot, and those before it of the same. The grid has a block for every
 // place; those work where a tile of up to 16 rows of one adapter begins, which any indices may bring about.
-#include "common/mma.cuh"
+#include "common/adapters.cuh"
 
 namespace rawops {
+
+// A row's place among the sorted ones, if lora_group has found it.
+struct alignas(16) RowPlace {
+    int slot, row, start, unused;  // where it was; the first place of its slot
+};
 
 // As _lora_multi.py packs it; strides in elements.
 struct ShrinkParams {
     const void* x;  // (M, K)
     const void* a;  // (max_loras, slices, slot_rank, K), filled up to the slice's rank; rows on 16-byte boundaries
     const int* indices;
-    const int* ranks;       // (max_loras, slices)
-    const float* scalings;  // (max_loras,)
-    void* sorted;           // x in the new order, rows on 16-byte boundaries
-    float* y;               // (slices, splits, capacity, slot_rank) in that order
-    int *slots, *rows;      // the adapter of each row in that order, and where it was
-    int* starts;            // the first row of the same adapter
+    const int *ranks, *non_finite;  // (max_loras, slices), (max_loras,)
+    const float* scalings;          // (max_loras,)
+    void* sorted;                   // x in the new order, rows on 16-byte boundaries
+    float* y;                       // (slices, capacity, slot_rank) in that order
+    RowInfo* infos;
+    RowPlace* places;
     int64_t x_row, x_col, a_row, sorted_row, index_stride;
-    int M, K, k_per_split, max_loras, slot_rank, capacity;
+    int M, K, max_loras, slot_rank, capacity;
 
     // Rows without an adapter come last.
     __device__ int slot_of(int row) const {
@@ -28,7 +33,8 @@ struct ShrinkParams {
     }
 };
 
-constexpr int kShrinkThreads = 256, kRowsOfWarp = 4;  // the latter of lora_group
+constexpr int kGroupThreads = 256, kRowsOfWarp = 4, kSlotsAtATime = 4096;  // of lora_group
+constexpr int kShrinkThreads = 512, kMostGrouped = 256;                    // of lora_shrink
 
 // Eight elements of a row as they lie in memory, `count` of which exist; the others become zero.
 template <class T, bool kAligned> __device__ inline uint4 read_eight(const T* from, int64_t stride, int count) {
@@ -45,20 +51,28 @@ template <class T, bool kAligned> __device__ inline uint4 read_eight(const T* fr
 }
 
 // Sorts the rows where there are more than each block of lora_shrink can sort by itself. A warp compares four rows with
-// all others.
-__global__ void __launch_bounds__(kShrinkThreads) lora_group(const __grid_constant__ ShrinkParams params) {
+// all others, whose slots pass through shared memory.
+__global__ void __launch_bounds__(kGroupThreads) lora_group(const __grid_constant__ ShrinkParams params) {
+    __shared__ int others[kSlotsAtATime];
     const int lane = threadIdx.x % kWarpSize;
-    const int first = (blockIdx.x * kShrinkThreads + threadIdx.x) / kWarpSize * kRowsOfWarp;
+    const int first = (blockIdx.x * kGroupThreads + threadIdx.x) / kWarpSize * kRowsOfWarp;
     int slots[kRowsOfWarp], lower[kRowsOfWarp] = {}, before[kRowsOfWarp] = {};
 #pragma unroll
     for (int i = 0; i < kRowsOfWarp; ++i) slots[i] = first + i < params.M ? params.slot_of(first + i) : -1;
-#pragma unroll 8
-    for (int other = lane; other < params.M; other += kWarpSize) {
-        const int slot = params.slot_of(other);
+    for (int begin = 0; begin < params.M; begin += kSlotsAtATime) {
+        const int count = min_of(params.M - begin, kSlotsAtATime);
+        __syncthreads();
+#pragma unroll 4
+        for (int i = threadIdx.x; i < count; i += kGroupThreads) others[i] = params.slot_of(begin + i);
+        __syncthreads();
+#pragma unroll 4
+        for (int other = lane; other < count; other += kWarpSize) {
+            const int slot = others[other];
 #pragma unroll
-        for (int i = 0; i < kRowsOfWarp; ++i) {
-            lower[i] += slot < slots[i];
-            before[i] += slot == slots[i] && other < first + i;
+            for (int i = 0; i < kRowsOfWarp; ++i) {
+                lower[i] += slot < slots[i];
+                before[i] += slot == slots[i] && begin + other < first + i;
+            }
         }
     }
 #pragma unroll
@@ -69,10 +83,7 @@ __global__ void __launch_bounds__(kShrinkThreads) lora_group(const __grid_consta
             before[i] += __shfl_xor_sync(~0u, before[i], step);
         }
         if (lane == i && first + i < params.M) {
-            const int place = lower[i] + before[i];
-            params.slots[place] = slots[i];
-            params.rows[place] = first + i;
-            params.starts[place] = lower[i];
+            params.places[lower[i] + before[i]] = {slots[i], first + i, lower[i], 0};
         }
     }
 }
@@ -82,71 +93,69 @@ struct BlockRows {
     int rows[16], slot, count;
 };
 
-// By all threads, of which the first 16 end up in charge of a row each. Up to kShrinkThreads rows are sorted here.
 template <bool kGroups> __device__ inline void find_rows(BlockRows& block, const ShrinkParams& params, int place) {
     const int thread = threadIdx.x;
     if constexpr (kGroups) {
-        __shared__ int slots[kShrinkThreads];
-        const int own = thread < params.M ? params.slot_of(thread) : params.max_loras + 1;
-        slots[thread] = own;
+        __shared__ int slots[kMostGrouped];
+        const int own = thread < params.M ? params.slot_of(thread) : 0;
+        if (thread < params.M) slots[thread] = own;
         if (thread == 0) block.count = 0;
         __syncthreads();
-        int lower = 0, before = 0, same = 0;
+        if (thread < params.M) {
+            int lower = 0, before = 0, same = 0;
 #pragma unroll 8
-        for (int other = 0; other < params.M; ++other) {
-            lower += slots[other] < own;
-            same += slots[other] == own;
-            before += slots[other] == own && other < thread;
-        }
-        const int offset = place - lower;  // of the block's first row among those of the slot
-        if (thread < params.M && offset >= 0 && offset < same && offset % 16 == 0) {
-            if (before >= offset && before < offset + 16) block.rows[before - offset] = thread;
-            if (before == offset) {
-                block.slot = own;
-                block.count = min_of(same - offset, 16);
+            for (int other = 0; other < params.M; ++other) {
+                const int slot = slots[other];
+                lower += slot < own;
+                same += slot == own;
+                before += slot == own && other < thread;
+            }
+            const int offset = place - lower;  // of the block's first row among those of the slot
+            if (offset >= 0 && offset < same && offset % 16 == 0 && before >= offset && before < offset + 16) {
+                block.rows[before - offset] = thread;
+                if (before == offset) {
+                    block.slot = own;
+                    block.count = min_of(same - offset, 16);
+                }
             }
         }
-    } else {
+    } else if (thread < kWarpSize) {
         const bool exists = thread < 16 && place + thread < params.M;
-        const int slot = params.slots[place];
-        const bool leads = (place - params.starts[place]) % 16 == 0;
-        if (thread < kWarpSize) {
-            const bool same = exists && leads && params.slots[place + thread] == slot;
-            const int count = __popc(__ballot_sync(~0u, same));
-            if (same) block.rows[thread] = params.rows[place + thread];
-            if (thread == 0) {
-                block.slot = slot;
-                block.count = count;
-            }
+        RowPlace own = {-1, 0, 0, 0};
+        if (exists) own = params.places[place + thread];
+        const int slot = __shfl_sync(~0u, own.slot, 0), start = __shfl_sync(~0u, own.start, 0);
+        const uint32_t same = __ballot_sync(~0u, exists && own.slot == slot && (place - start) % 16 == 0);
+        if (exists) block.rows[thread] = own.row;
+        if (thread == 0) {
+            block.slot = slot;
+            block.count = __popc(same);
         }
     }
     __syncthreads();
 }
 
-// y for the rows from place blockIdx.x on, a slice of K (y), a slice of the columns (z), whose ranks are 8 * ATOMS at a
-// time. The warps share out K. The order of K within an atom is free as long as x and a share it: a thread takes eight
-// elements that lie side by side of both. kGroups: the blocks sort the rows themselves.
+// y for the rows from place blockIdx.x on in a slice of the columns (y), 8 * ATOMS ranks at a time. The warps share out
+// K. The order of K within an atom is free as long as x and a share it: a thread takes eight elements that lie side by
+// side of both. kGroups: the blocks sort the rows themselves.
 template <class T, int ATOMS, bool kAligned, bool kGroups>
 __global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_constant__ ShrinkParams params) {
     constexpr int WARPS = kShrinkThreads / kWarpSize, RANKS = ATOMS * 8;
-    constexpr int UNROLL = max_of(8 / ATOMS, 1), K_STEP = WARPS * 32;
+    constexpr int UNROLL = (kAligned ? 8 : 4) / ATOMS, K_STEP = WARPS * 32;
     __shared__ BlockRows block;
     __shared__ float parts[WARPS][16][RANKS];
     const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
-    const int first = blockIdx.x, slice = blockIdx.z;
+    const int first = blockIdx.x, slice = blockIdx.y;
     find_rows<kGroups>(block, params, first);
     const int count = block.count;
     if (count == 0) return;
     const int slot = block.slot;
     const bool has_adapter = slot < params.max_loras;
-    const int rank = has_adapter ? params.ranks[slot * gridDim.z + slice] : 0;
+    const int rank = has_adapter ? params.ranks[slot * gridDim.y + slice] : 0;
     const float scaling = has_adapter ? params.scalings[slot] : 0;
-    if (kGroups && slice == 0 && blockIdx.y == 0 && thread < count) {
-        params.rows[first + thread] = block.rows[thread];
-        params.slots[first + thread] = slot;
+    if (slice == 0 && thread < count) {
+        params.infos[first + thread] = {slot, block.rows[thread], rank, has_adapter ? params.non_finite[slot] : 0};
     }
 
-    const int k_begin = blockIdx.y * params.k_per_split, k_end = min_of(params.K, k_begin + params.k_per_split);
     const T* x[2];
     T* sorted[2];
 #pragma unroll
@@ -156,17 +165,17 @@ __global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_const
         sorted[half] = static_cast<T*>(params.sorted) + (first + own) * params.sorted_row;
     }
 
+    // Of ranks that the adapter does not have the products are made, too, but not written.
     for (int begin = 0; begin < rank || (slice == 0 && begin == 0); begin += RANKS) {
         const T* a = static_cast<const T*>(params.a) +
-                     ((int64_t(slot) * gridDim.z + slice) * params.slot_rank + begin + lane / 4) * params.a_row;
-        const int left = rank - begin;
+                     ((int64_t(slot) * gridDim.y + slice) * params.slot_rank + begin + lane / 4) * params.a_row;
         float acc[ATOMS][4] = {};
 #pragma unroll 1
-        for (int k = k_begin + warp * 32; k < k_end; k += K_STEP * UNROLL) {
+        for (int k = warp * 32; k < params.K; k += K_STEP * UNROLL) {
             uint4 rows[UNROLL][2], ranks[UNROLL][ATOMS];
 #pragma unroll
             for (int step = 0; step < UNROLL; ++step) {
-                const int at = k + step * K_STEP + lane % 4 * 8, exist = k_end - at;
+                const int at = k + step * K_STEP + lane % 4 * 8, exist = params.K - at;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const T* from = x[half] + at * params.x_col;
@@ -174,8 +183,9 @@ __global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_const
                 }
 #pragma unroll
                 for (int atom = 0; atom < ATOMS; ++atom) {
+                    const bool in_slot = has_adapter && begin + atom * 8 < params.slot_rank;
                     const T* from = a + atom * 8 * params.a_row + at;
-                    ranks[step][atom] = read_eight<T, kAligned>(from, 1, atom * 8 + lane / 4 < left ? exist : 0);
+                    ranks[step][atom] = read_eight<T, kAligned>(from, 1, in_slot ? exist : 0);
                 }
             }
 #pragma unroll
@@ -191,7 +201,7 @@ __global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_const
                 const int at = k + step * K_STEP + lane % 4 * 8;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const bool copies = slice == 0 && begin == 0 && at < k_end && x[half] != nullptr;
+                    const bool copies = slice == 0 && begin == 0 && at < params.K && x[half] != nullptr;
                     if (copies) *reinterpret_cast<uint4*>(sorted[half] + at) = row[half];
                 }
             }
@@ -208,14 +218,40 @@ __global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_const
         __syncthreads();
         for (int i = thread; i < count * RANKS; i += kShrinkThreads) {
             const int own = i / RANKS, r = i % RANKS;
-            if (r >= left) continue;
+            if (begin + r >= rank) continue;
             float sum = 0;
 #pragma unroll
             for (int part = 0; part < WARPS; ++part) sum += parts[part][own][r];
-            const int64_t plane = int64_t(slice) * gridDim.y + blockIdx.y;
-            params.y[(plane * params.capacity + first + own) * params.slot_rank + begin + r] = scaling * sum;
+            const int64_t row = int64_t(slice) * params.capacity + first + own;
+            params.y[row * params.slot_rank + begin + r] = scaling * sum;
         }
     }
+}
+
+// y @ b of a single row in float32, for a product that takes it as an addend. A row without an adapter, and columns in
+// no slice, get -0: adding that changes no bit.
+template <class T>
+__global__ void __launch_bounds__(kGroupThreads)
+    lora_expand(const __grid_constant__ Adapters adapters, float* out) {
+    const int n = blockIdx.x * kGroupThreads + threadIdx.x;
+    if (n >= adapters.N) return;
+    const int slot = adapters.infos[0].slot;
+    float sum = -0.0f;
+    for (int slice = 0; slice < adapters.slice_count && slot < adapters.max_loras; ++slice) {
+        if (n < adapters.slices[slice * 2] || n >= adapters.slices[slice * 2 + 1]) continue;
+        const int rank = adapters.ranks[slot * adapters.slice_count + slice];
+        const float* y = adapters.y + int64_t(slice) * adapters.capacity * adapters.slot_rank;
+        const T* b = static_cast<const T*>(adapters.b) + (int64_t(slot) * adapters.N + n) * adapters.slot_rank;
+#pragma unroll 4
+        for (int begin = 0; begin < rank; begin += 8) {
+            const auto eight = *reinterpret_cast<const Vector<T, 8>*>(b + begin);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                if (begin + i < rank) sum = fmaf(y[begin + i], widen(eight.data[i]), sum);
+            }
+        }
+    }
+    out[n] = sum;
 }
 
 }  // namespace rawops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -40,15 +41,21 @@ GRAD = KernelSpec(
 
 
 class _InputGradient(LowRankProduct):
-    """dX, which keeps dY = dO @ b^T where it makes that first."""
+    """dX, which keeps dY = dO @ b^T where it makes that first, for the thread that asked."""
 
-    made = None
+    def __init__(self, scaling: float) -> None:
+        super().__init__(_FUNCTION, None, scaling)
+        self._made = threading.local()
+
+    def take_made(self):
+        """Return dY of this thread's last call, None where it has not been made."""
+        return self._made.__dict__.pop("dy", None)
 
     def _y_maker(self, device, request: Request, rank: int) -> tuple[int, Callable]:
         y_row, make_y = super()._y_maker(device, request, rank)
 
         def make_and_keep(operands: tuple) -> tuple:
-            self.made = made = make_y(operands)
+            self._made.dy, _ = made = make_y(operands)
             return made
 
         return y_row, make_and_keep
@@ -146,6 +153,12 @@ def _overlaps(device, out, inputs: tuple) -> bool:
     return any(out.size and x.size and low < span(x)[1] and span(x)[0] < high for x in inputs)
 
 
+@functools.lru_cache(maxsize=256)
+def _input_gradient(scaling: float) -> _InputGradient:
+    """Return the product that all calls with this scaling share."""
+    return _InputGradient(scaling)
+
+
 @functools.lru_cache(maxsize=1)
 def _step() -> Product:
     return Product(_FUNCTION, Options())
@@ -153,8 +166,9 @@ def _step() -> Product:
 
 def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
     dx, da, db = results
-    input_gradient = _InputGradient(_FUNCTION, None, scaling)
+    input_gradient = _input_gradient(scaling)
     input_gradient((dout, c.T, dx, None, None, None, b.T, a.T))
+    made = input_gradient.take_made()
     rows, rank = math.prod(x.shape[:-1]), a.shape[1]
     if rank == 0:
         return
@@ -167,8 +181,7 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
         step((x.T, step((dout, b.T, *NOTHING)), da, *NOTHING[1:]), alpha, ZERO)
         step((step((x, a, *NOTHING)).T, dout, db, *NOTHING[1:]), alpha, ZERO)
         return
-    made = input_gradient.made
-    dy = _low_rank(device, dout, b.T) if made is None else made[0].reshape(rows, -1)
+    dy = _low_rank(device, dout, b.T) if made is None else made.reshape(rows, -1)
     y = _low_rank(device, x, a)
     sides = [*_pack_side(device, x, dy, da), *_pack_side(device, dout, y, db.T)]
     kernel = GRAD.kernel(device, dtype=dtypes.name(x.dtype), ranks=16 if rank <= 16 else 32)

@@ -4,34 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rawops import _gemm_sm90, config
-from rawops._gemm_call import Launch, OnHopper
+from rawops._gemm_call import ONE, Launch, OnHopper
 from rawops._gemm_config import Problem
-from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, check_addend, check_bias, check_given, number
+from rawops._gemm_operands import (
+    MAX_SIZE,
+    ROLES,
+    Options,
+    Request,
+    Sizes,
+    check_addend,
+    check_bias,
+    check_given,
+    contiguous,
+    layout_of,
+    number,
+)
 from rawops._gemm_repack import Repacked
 from rawops._lora_multi_config import (
     ADAPTERS,
     DTYPES,
+    EXPAND,
     GROUP,
     GROUP_ROWS,
     MOST_GROUPED,
     SHRINK,
     SHRINK_PARAMS,
+    SHRINK_THREADS,
     SM80,
     THREADS,
     padded_rank,
     plan,
     row_of_sorted,
-    split_of_k,
 )
 from rawops._lora_product import Base, check_columns, check_input
 from rawops._lora_slices import check_slices, take_factors
 from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.kernel import Function
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ class _Stack:
     scalings: object
     non_finite: object
     slices: object
+    first_slice: tuple[int, int]
 
     @classmethod
     def empty(cls, device, dtype, sizes: tuple, max_loras: int, max_rank: int, slices: tuple) -> _Stack:
@@ -68,6 +83,7 @@ class _Stack:
             scalings=device.empty((max_loras,), np.dtype("float32")),
             non_finite=device.empty((max_loras,), np.dtype("int32")),
             slices=device.empty((len(slices), 2), np.dtype("int32")),
+            first_slice=slices[0],
         )
         stack.ranks[...] = 0
         for i, bounds in enumerate(slices):
@@ -79,16 +95,55 @@ class _Stack:
         return [device.pointer(x) for x in (self.a, self.b, self.ranks, self.scalings, self.non_finite, self.slices)]
 
 
+@dataclass(frozen=True)
+class _Streamed:
+    """A product of one row, to which another kernel makes an addend first."""
+
+    expand: Function
+    grid: tuple[int, int, int]
+    product: object
+    addend: Callable[[], tuple]  # the array and its address
+
+    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        _kept, addend = self.addend()
+        self.expand.launch(self.grid, (THREADS, 1, 1), (operands[-1], addend))
+        addresses = [*addresses[:3], addend, *addresses[4:]]
+        self.product.run(operands, addresses, alpha, ONE)
+
+
+def _is_streamed(described: dict, sizes: Sizes) -> bool:
+    """Tell whether gemm would stream b past a single row of a, see Product."""
+    a, b = described["a"], described["b"]
+    _, access_a = layout_of(a, 1, sizes.K, a.row, a.col, 0)
+    return access_a == 16 and layout_of(b, sizes.N, sizes.K, b.col, b.row, sizes.gate) == (True, 16)
+
+
 class _SortedProduct(Base):
     """x @ c on sorted rows with the low-rank part beside it; the last operand is the kernels' Adapters, packed."""
 
-    def _steps_of(self, *request):
-        """x needs no copy but the sorted one."""
-        steps = super()._steps_of(*request)
+    is_plain = False  # to the checks of Product
+
+    def _steps_of(self, device, request: Request, types, described: dict, further: dict, folded, sizes: Sizes):
+        if sizes.M == 1 and _is_streamed(described, sizes):
+            return self._streamed(device, request, types, described, folded, sizes)
+        steps = super()._steps_of(device, request, types, described, further, folded, sizes)
         if not isinstance(steps, Repacked):
             return steps
+        # x needs no copy but the sorted one.
         copies = {index: copy for index, copy in steps.copies.items() if index != ROLES.index("a")}
         return replace(steps, copies=copies) if copies else steps.product
+
+    def _streamed(self, device, request: Request, types, described: dict, folded, sizes: Sizes) -> _Streamed:
+        """A single row that gemm has a kernel of its own for: y @ b goes in as a float32 addend."""
+        plain = Base(self.function, self.options, self.workspaces)
+        described = {**described, "c": contiguous((1, 1, 1, 1, sizes.N), "float32")}
+        addend = functools.partial(self.workspace, device, (sizes.N,), np.dtype("float32"))
+        return _Streamed(
+            expand=EXPAND.kernel(device, dtype=types[0]),
+            grid=(-(-sizes.N // THREADS), 1, 1),
+            product=plain._steps_of(device, request, types, described, {}, folded, sizes),
+            addend=addend,
+        )
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         if not _gemm_sm90.supports(*described):
@@ -130,41 +185,36 @@ class _MultiProduct(Base):
         x, indices, stack = operands[0], operands[-1], self.stack
         (M, K), dtype, (max_loras, slices, slot_rank, a_row) = x.shape, x.dtype, stack.a.shape
         capacity = 1 << max(M - 1, 15).bit_length()  # few sizes of workspaces for batches of any size
-        splits, k_per_split = split_of_k(M, K, slices, device.sm_count)
         x_row, x_col = (s // dtype.itemsize for s in x.strides)
         is_aligned = addresses[0] % 16 == 0 and x_col == 1 and K % 8 == 0 and x_row % 8 == 0
-        atoms = next((n for n in (2, 4) if n * 8 >= slot_rank), 8)
         choices = {"dtype": dtypes.name(dtype), "is_aligned": is_aligned, "groups": M <= MOST_GROUPED}
-        shrink = SHRINK.kernel(device, atoms=atoms, **choices)
+        shrink = SHRINK.kernel(device, atoms=2 if slot_rank <= 16 else 4, **choices)
         group = None if M <= MOST_GROUPED else GROUP.kernel(device)
         sorted_row = row_of_sorted(K)
-        of_shrink = (x_row, x_col, a_row, sorted_row, indices.strides[0] // 4)
-        of_shrink += (M, K, k_per_split, max_loras, slot_rank, capacity)
-        of_adapters = (sorted_row, max_loras, slices, slot_rank, splits, capacity, M, stack.b.shape[1])
-        workspaces = functools.partial(self._workspaces, device, dtype, capacity, sorted_row, slices * splits)
+        of_shrink = (x_row, x_col, a_row, sorted_row, indices.strides[0] // 4, M, K, max_loras, slot_rank, capacity)
+        of_adapters = (sorted_row, max_loras, slices, slot_rank, capacity, M, stack.b.shape[1], *stack.first_slice)
+        workspaces = functools.partial(self._workspaces, device, dtype, capacity, sorted_row)
         a, b, ranks, scalings, non_finite, columns = stack.addresses(device)
-        grid = (M, splits, slices)
 
         def steps(operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
-            _kept, (sorted_x, y, places) = workspaces()
-            slots, rows, starts = (places + 4 * capacity * i for i in range(3))
-            params = SHRINK_PARAMS.pack(
-                addresses[0], a, addresses[-1], ranks, scalings, sorted_x, y, slots, rows, starts, *of_shrink
-            )
+            _kept, (sorted_x, y, infos) = workspaces()
+            pointers = (addresses[0], a, addresses[-1], ranks, non_finite, scalings, sorted_x, y)
+            params = SHRINK_PARAMS.pack(*pointers, infos, infos + 16 * capacity, *of_shrink)
             if group is not None:
                 group.launch((-(-M // GROUP_ROWS), 1, 1), (THREADS, 1, 1), (params,))
-            shrink.launch(grid, (THREADS, 1, 1), (params,))
-            adapters = ADAPTERS.pack(b, y, ranks, non_finite, columns, slots, rows, *of_adapters)
+            shrink.launch((M, slices, 1), (SHRINK_THREADS, 1, 1), (params,))
+            adapters = ADAPTERS.pack(b, y, ranks, columns, infos, *of_adapters)
             run((*operands[: len(ROLES)], adapters), [sorted_x, *addresses[1 : len(ROLES)]], alpha, beta)
 
         return steps
 
-    def _workspaces(self, device, dtype, capacity: int, sorted_row: int, planes: int) -> tuple[list, list]:
-        """Return x sorted, y, and the slots and places of its rows: arrays, addresses."""
+    def _workspaces(self, device, dtype, capacity: int, sorted_row: int) -> tuple[list, list]:
+        """Return x sorted, y, and what is known of its rows: arrays, addresses."""
+        _, slices, slot_rank, _ = self.stack.a.shape
         found = [
             self.workspace(device, (capacity, sorted_row), dtype),
-            self.workspace(device, (planes, capacity, self.stack.b.shape[2]), np.dtype("float32")),
-            self.workspace(device, (3, capacity), np.dtype("int32")),
+            self.workspace(device, (slices, capacity, slot_rank), np.dtype("float32")),
+            self.workspace(device, (2, capacity, 4), np.dtype("int32")),
         ]
         return [x for x, _ in found], [address for _, address in found]
 

@@ -12,33 +12,27 @@ from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16")
 RANK_STEP = 16  # a slot has room for a multiple of it
-ROWS = 16  # of one adapter that a block of the shrink kernel works on at most
-THREADS = 256  # of a block of the shrink and the group kernels
-GROUP_ROWS = 32  # that a block of the group kernel finds the places of
-MOST_GROUPED = THREADS  # rows that every block of the shrink kernel sorts by itself, which saves a launch
+SHRINK_THREADS, THREADS = 512, 256  # of a block of the shrink kernel; of the others
+GROUP_ROWS = 32  # whose places a block of the group kernel finds
+MOST_GROUPED = 256  # rows that every block of the shrink kernel sorts by itself, which saves a launch
 
-_K_STEP = 256  # of a slice of K
-
-_MAX_SPLITS = 16
 _BUFFERS = {64: 2, 128: 1}  # by the height of a tile: a warp's place for sixteen ranks of b of one adapter
 
 # --- kernels --------------------------------------------------------------------------------------------------------
 
 _ADAPTER_FIELDS = {
-    **dict.fromkeys(("stack_b", "y", "ranks", "non_finite", "slices", "slots", "result_rows"), "pointer"),
+    **dict.fromkeys(("stack_b", "y", "ranks", "slices", "infos"), "pointer"),
     "sorted_row": "int64",
-    **dict.fromkeys(
-        ("max_loras", "slice_count", "slot_rank", "splits", "capacity", "row_count", "column_count"), "int32"
-    ),
+    **dict.fromkeys(("max_loras", "slice_count", "slot_rank", "capacity", "row_count", "column_count"), "int32"),
+    **dict.fromkeys(("first_from", "first_to"), "int32"),
 }
 ADAPTERS = ParamStruct("Adapters", **_ADAPTER_FIELDS)
+_SHRINK_POINTERS = ("x", "stack_a", "indices", "ranks", "non_finite", "scalings", "sorted", "y", "infos", "places")
 SHRINK_PARAMS = ParamStruct(
     "ShrinkParams",
-    **dict.fromkeys(
-        ("x", "stack_a", "indices", "ranks", "scalings", "sorted", "y", "slots", "result_rows", "starts"), "pointer"
-    ),
+    **dict.fromkeys(_SHRINK_POINTERS, "pointer"),
     **dict.fromkeys(("x_row", "x_col", "a_row", "sorted_row", "index_stride"), "int64"),
-    **dict.fromkeys(("M", "K", "k_per_split", "max_loras", "slot_rank", "capacity"), "int32"),
+    **dict.fromkeys(("M", "K", "max_loras", "slot_rank", "capacity"), "int32"),
 )
 GROUP = KernelSpec(
     source="lora_shrink.cu",
@@ -52,13 +46,23 @@ SHRINK = KernelSpec(
     source="lora_shrink.cu",
     entry="rawops::lora_shrink",
     template=("dtype", "atoms", "is_aligned", "groups"),
-    choices={"dtype": DTYPES, "atoms": (2, 4, 8), "is_aligned": (True, False), "groups": (True, False)},
+    choices={"dtype": DTYPES, "atoms": (2, 4), "is_aligned": (True, False), "groups": (True, False)},
     smoke=[
         {"dtype": "float16", "atoms": atoms, "is_aligned": is_aligned, "groups": is_aligned}
-        for atoms in (2, 8)
+        for atoms in (2, 4)
         for is_aligned in (True, False)
     ],
     params=SHRINK_PARAMS,
+)
+
+
+EXPAND = KernelSpec(
+    source="lora_shrink.cu",
+    entry="rawops::lora_expand",
+    template=("dtype",),
+    choices={"dtype": DTYPES},
+    smoke=({"dtype": "bfloat16"},),
+    params=ADAPTERS,
 )
 
 
@@ -137,17 +141,6 @@ def padded_rank(max_rank: int) -> int:
 def row_of_sorted(K: int) -> int:
     """Return the stride of x's rows once they are sorted: on 16-byte boundaries."""
     return max(-(-K // 8), 1) * 8
-
-
-def split_of_k(M: int, K: int, slices: int, sm_count: int) -> tuple[int, int]:
-    """Choose over how many slices of K the blocks that make y share it, so that there is a block for every SM.
-
-    Returns the number of slices and their size. Their partial sums are added up by the main kernel.
-    """
-    blocks = max(-(-M // ROWS) * slices, 1)
-    splits = min(max(sm_count // blocks, 1), max(K // _K_STEP, 1), _MAX_SPLITS)
-    k_per_split = max(-(-K // (splits * _K_STEP)), 1) * _K_STEP
-    return max(-(-K // k_per_split), 1), k_per_split
 
 
 # --- the main kernel on Hopper --------------------------------------------------------------------------------------

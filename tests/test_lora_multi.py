@@ -10,7 +10,6 @@ from hopper_gemm import ran_on_hopper
 import rawops
 from rawops import config
 from rawops._gemm_config import Problem, select_config
-from rawops._lora_multi_config import split_of_k
 from rawops.lora import MultiLoRA
 from rawops.testing import has_gpu, references
 from rawops.testing.tolerances import assert_close
@@ -184,11 +183,10 @@ def test_layouts_of_weights(device, rng):
 
 
 def test_split_k(device, rng):
-    """Few tiles and a long K: partial products in the rows of the result, and y in several parts."""
+    """Few tiles and a long K: partial products in the rows of the result."""
     M, N, K = 5, 24, 1024
     x, c = integers(rng, (M, K)), integers(rng, (K, N))
     assert select_config(Problem("float16", M, N, K), 108, 166912).split_k > 1
-    assert split_of_k(M, K, 1, 108)[0] > 1
     op, adapters = MultiLoRA(device.put(c), 3, 8), {0: adapter(rng, K, N, 8), 2: adapter(rng, K, N, 3)}
     load(device, op, adapters)
     indices = np.array([2, -1, 0, 0, 1], np.int32)
@@ -375,6 +373,30 @@ def test_hopper_tiles(hopper, force, rng, block_m, block_n, cluster, order):
     op(hopper.put(x), hopper.put(indices), out=out)
     assert ran_on_hopper(hopper, "lora_multi_sm90")
     same(hopper, out, reference(x, c, adapters, indices))
+
+
+def test_single_row(device, rng):
+    """Where gemm streams the weight, an adapter comes in as an addend; without one, gemm's bits."""
+    N, K, slices = 80, 72, [(0, 33), (40, 80)]
+    x, c = rng.standard_normal((1, K)).astype(np.float16), rng.standard_normal((N, K)).astype(np.float16).T
+    weight = device.put(c.T.copy()).T
+    residual = rng.standard_normal((1, N)).astype(np.float32)
+    op, adapters = MultiLoRA(weight, 3, 20, slices=slices, activation="silu"), {}
+    poison(op)
+    for slot, ranks in enumerate([(20, 3), (None, 16)]):
+        pairs = sliced(rng, K, slices, ranks)
+        a, b = ([None if x is None else device.put(x) for x in side] for side in zip(*pairs, strict=True))
+        op.load(slot, a, b, 0.5)
+        adapters[slot] = (*block_matrices(K, N, slices, pairs), 0.5)
+    for index in (0, 1, 2, -1):
+        out = device.guarded((1, N), np.float16)
+        indices = np.array([index], np.int32)
+        op(device.put(x), device.put(indices), residual=device.put(residual), out=out)
+        assert_close(
+            device.get(out), reference(x, c, adapters, indices, activation="silu") + residual, np.float16, k=400
+        )
+    base = rawops.gemm(device.put(x), weight, residual=device.put(residual), activation="silu")
+    np.testing.assert_array_equal(bits(device, out), bits(device, base))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

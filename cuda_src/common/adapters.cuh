@@ -10,17 +10,21 @@
 
 namespace rawops {
 
+// What is known of a row, in the order of the adapters.
+struct alignas(16) RowInfo {
+    int slot, row, rank, non_finite;  // max_loras: it has none; where it was; rank in the first slice; of b in the slot
+};
+
 // As _lora_multi.py packs it. A slice is a range of columns of c with a low-rank part of its own.
 struct Adapters {
-    const void* b;           // (max_loras, N, slot_rank): the ranks of a column side by side, as many as the slice has
-    const float* y;          // (slices, splits, capacity, slot_rank): the sum over the splits is y
-    const int* ranks;        // (max_loras, slices)
-    const int* non_finite;   // (max_loras,): whether b has an infinity or a NaN
-    const int* slices;       // (slices, 2): first column and the one past the last
-    const int* slots;        // of each row in their order; max_loras: it has none, and comes last
-    const int* rows;         // which row of the result that is
-    int64_t x_row;           // stride of x in that order
-    int max_loras, slice_count, slot_rank, splits, capacity, M, N;
+    const void* b;         // (max_loras, N, slot_rank): the ranks of a column side by side, as many as its slice has
+    const float* y;        // (slices, capacity, slot_rank)
+    const int* ranks;      // (max_loras, slices)
+    const int* slices;     // (slices, 2): first column and the one past the last
+    const RowInfo* infos;  // of each row
+    int64_t x_row;         // stride of x in that order
+    int max_loras, slice_count, slot_rank, capacity, M, N;
+    int first_from, first_to;  // columns of the first slice
 };
 
 // The columns of b that belong to a warp's atoms: with PARTS == 2 the first half is gate, the second half up.
@@ -108,42 +112,31 @@ template <class T> __device__ inline uint32_t finite_or_zero(uint32_t pair) {
 // columns, and for ranks that the adapter does not have, does not matter.
 template <class T, class Columns, class Source> class AdapterPasses {
 public:
-    int result_row;  // of row `lane`
-
-    // Reads y of the first pass and fetches its first adapters, for add() to find them there.
+    // Starts to read y of the first pass and fetches its first adapters, for add() to find them there.
     __device__ AdapterPasses(const Adapters& adapters_, const Columns& columns_, const Source& source_, int first_,
                              int lane_)
-        : result_row(0),
-          adapters(adapters_),
-          columns(columns_),
-          source(source_),
-          first(first_),
-          lane(lane_),
-          slot(adapters_.max_loras),
-          rank(0),
-          slice(-1),
-          begin(0),
-          todo(0) {
-        if (lane < min_of(adapters.M - first, 16)) {
-            slot = adapters.slots[first + lane];
-            result_row = adapters.rows[first + lane];
-        }
-        non_finite = slot < adapters.max_loras && adapters.non_finite[slot] != 0;
+        : adapters(adapters_), columns(columns_), source(source_), first(first_), lane(lane_), slice(-1), begin(0) {
+        own = {adapters.max_loras, 0, 0, 0};
+        if (lane < min_of(adapters.M - first, 16)) own = adapters.infos[first + lane];
+        rank = 0;
         advance();
     }
+
+    __device__ int result_row() const { return own.row; }  // of row `lane`
 
     // acc += y @ b. Rows without an adapter stay as they are, bit for bit.
     __device__ void add(float (&acc)[Columns::ATOMS][4]) {
 #pragma unroll 1
         while (slice < adapters.slice_count) {
             int buffer = 0;
+            split_y();
 #pragma unroll 1
             while (todo != 0) {
                 const int row = __ffs(todo) - 1;
                 const uint32_t members = rows_like(todo);
                 cp_async_wait<Source::BUFFERS - 1>();
                 __syncwarp();
-                add_adapter(acc, members, __shfl_sync(~0u, rank, row), __shfl_sync(~0u, non_finite, row), buffer);
+                add_adapter(acc, members, __shfl_sync(~0u, rank, row), __shfl_sync(~0u, own.non_finite, row), buffer);
                 __syncwarp();
                 todo &= ~members;
                 fetch_next(buffer);
@@ -158,64 +151,72 @@ private:
     const Columns columns;
     Source source;
     RankParts<T> y;
+    float read[2][4];  // of y, before it is split
     int first, lane;
-    int slot, rank, non_finite;  // of row `lane`
+    RowInfo own;                 // of row `lane`
+    int rank;                    // likewise, in the slice of the pass
     int slice, begin, from, to;  // of the pass
     uint32_t todo, unfetched;    // rows
 
     // The rows with the slot of the first one of a set.
     __device__ uint32_t rows_like(uint32_t set) const {
-        return __ballot_sync(~0u, slot == __shfl_sync(~0u, slot, __ffs(set) - 1));
+        return __ballot_sync(~0u, own.slot == __shfl_sync(~0u, own.slot, __ffs(set) - 1));
     }
 
     // To the next pass that has anything to do for this warp.
     __device__ void advance() {
         begin += 16;
+        if (slice < 0) read_y(0, 0);  // most likely what is needed first
         todo = __ballot_sync(~0u, rank > begin);
         while (todo == 0) {
             if (++slice >= adapters.slice_count) return;
-            from = adapters.slices[slice * 2];
-            to = adapters.slices[slice * 2 + 1];
-            begin = rank = 0;
-            if (slot < adapters.max_loras && columns.meets(from, to)) {
-                rank = adapters.ranks[slot * adapters.slice_count + slice];
+            begin = 0;
+            if (slice == 0) {
+                from = adapters.first_from;
+                to = adapters.first_to;
+                rank = columns.meets(from, to) ? own.rank : 0;
+            } else {
+                from = adapters.slices[slice * 2];
+                to = adapters.slices[slice * 2 + 1];
+                const bool may = own.slot < adapters.max_loras && columns.meets(from, to);
+                rank = may ? adapters.ranks[own.slot * adapters.slice_count + slice] : 0;
             }
             todo = __ballot_sync(~0u, rank > 0);
         }
+        if (slice > 0 || begin > 0) read_y(slice, begin);
         unfetched = todo;
 #pragma unroll
         for (int buffer = 0; buffer < Source::BUFFERS; ++buffer) fetch_next(buffer);
-        read_y();
     }
 
     __device__ void fetch_next(int buffer) {
         if (unfetched != 0) {
-            source.fetch(columns, __shfl_sync(~0u, slot, __ffs(unfetched) - 1), begin, from, to, buffer);
+            source.fetch(columns, __shfl_sync(~0u, own.slot, __ffs(unfetched) - 1), begin, from, to, buffer);
             unfetched &= ~rows_like(unfetched);
         }
         cp_async_commit();
     }
 
-    // A thread has ranks 4t .. 4t + 3 of rows g and g + 8, as it has them of b.
-    __device__ void read_y() {
+    // A thread has ranks 4t .. 4t + 3 of rows g and g + 8, as it has them of b; also what no adapter has.
+    __device__ void read_y(int of_slice, int from_rank) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = lane / 4 + half * 8, own = begin + lane % 4 * 4, count = __shfl_sync(~0u, rank, row) - own;
-            float values[4] = {};
-            if (count > 0) {
-                const int64_t plane = int64_t(adapters.capacity) * adapters.slot_rank;
-                const float* at = adapters.y + slice * adapters.splits * plane +
-                                  int64_t(first + row) * adapters.slot_rank + own;
-#pragma unroll 8
-                for (int split = 0; split < adapters.splits; ++split, at += plane) {
-                    const auto part = *reinterpret_cast<const Vector<float, 4>*>(at);
+            const int row = first + lane / 4 + half * 8;
+            const float* at = adapters.y + (int64_t(of_slice) * adapters.capacity + row) * adapters.slot_rank +
+                              from_rank + lane % 4 * 4;
+            Vector<float, 4> values = {};
+            if (row < adapters.M) values = *reinterpret_cast<const Vector<float, 4>*>(at);
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) values[i] += part.data[i];
-                }
-            }
+            for (int i = 0; i < 4; ++i) read[half][i] = values.data[i];
+        }
+    }
+    __device__ void split_y() {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) values[i] = i < count ? values[i] : 0;
-            y.split(half, values);
+        for (int half = 0; half < 2; ++half) {
+            const int count = __shfl_sync(~0u, rank, lane / 4 + half * 8) - begin - lane % 4 * 4;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) read[half][i] = i < count ? read[half][i] : 0;
+            y.split(half, read[half]);
         }
     }
 
@@ -226,25 +227,33 @@ private:
         const uint32_t low = count >= 2 ? ~0u : count == 1 ? 0xffff : 0;
         const uint32_t high = count >= 4 ? ~0u : count == 3 ? 0xffff : 0;
         const bool inside[2] = {(members >> lane / 4 & 1) != 0, (members >> lane / 4 + 8 & 1) != 0};
+        constexpr int GROUP = Columns::ATOMS % 4 == 0 && Columns::ATOMS < 32 ? 4 : 2;  // products that do not wait
 #pragma unroll
-        for (int atom = 0; atom < Columns::ATOMS; ++atom) {
-            uint2 b = source.read(atom, buffer);
-            b.x &= low;
-            b.y &= high;
-            float sum[4] = {};
+        for (int group = 0; group < Columns::ATOMS; group += GROUP) {
+            uint2 b[GROUP];
+            float sum[GROUP][4] = {};
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                b[i] = source.read(group + i, buffer);
+                b[i].x &= low;
+                b[i].y &= high;
+            }
 #pragma unroll
             for (int part = 0; part < RankParts<T>::COUNT; ++part) {
-                MmaAtom<T>::multiply(sum, y.values[part], b.x, b.y);
-                if (part == 0 && of_non_finite) {  // they have met the first part, and would make NaN of infinity
-                    b.x = finite_or_zero<T>(b.x);
-                    b.y = finite_or_zero<T>(b.y);
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) MmaAtom<T>::multiply(sum[i], y.values[part], b[i].x, b[i].y);
+                if (part > 0 || !of_non_finite) continue;
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) {  // they have met the first part, and would make NaN of infinity
+                    b[i].x = finite_or_zero<T>(b[i].x);
+                    b[i].y = finite_or_zero<T>(b[i].y);
                 }
             }
-            const int n = columns.begin(atom) + lane % 4 * 2 - from;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (inside[i / 2] && uint32_t(n + i % 2) < uint32_t(to - from)) {
-                    acc[atom][i] = fmaf(sum[i], y.scale[i / 2], acc[atom][i]);
+            for (int i = 0; i < GROUP * 4; ++i) {
+                const int atom = group + i / 4, half = i / 2 % 2, n = columns.begin(atom) + lane % 4 * 2 + i % 2 - from;
+                if (inside[half] && uint32_t(n) < uint32_t(to - from)) {
+                    acc[atom][i % 4] = fmaf(sum[i / 4][i % 4], y.scale[half], acc[atom][i % 4]);
                 }
             }
         }
@@ -261,7 +270,7 @@ template <class Epilogue> struct RowsPutBack {
     const Adapters& adapters;
 
     __device__ void finish(int m, int n, typename Epilogue::Group& value, typename Epilogue::Group& up) const {
-        if (m < adapters.M) epilogue.finish(adapters.rows[m], n, value, up);
+        if (m < adapters.M) epilogue.finish(adapters.infos[m].row, n, value, up);
     }
 };
 

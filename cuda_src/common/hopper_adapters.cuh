@@ -81,7 +81,7 @@ template <int BUFFERS> struct SortedRows {
             self.sync();  // no warp reads ranks any more
             stage_plain<Tile>(sum, factors, alpha, self);
             __syncwarp();
-            put_back<Tile>(params, adapters.M - work.m - self.row, passes.result_row, work, self);
+            put_back<Tile>(params, adapters.M - work.m - self.row, passes.result_row(), work, self);
         }
     }
 
