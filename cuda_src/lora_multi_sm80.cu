@@ -14,7 +14,7 @@ struct MultiParams {
 
 // b straight from memory.
 template <class T, class Columns> struct DirectRanks {
-    static constexpr int BUFFERS = 1;
+    static constexpr int BUFFERS = 1, GROUP = 2;
     const Adapters& adapters;
     const Columns& columns;
     int lane;

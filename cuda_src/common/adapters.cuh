@@ -227,7 +227,7 @@ private:
         const uint32_t low = count >= 2 ? ~0u : count == 1 ? 0xffff : 0;
         const uint32_t high = count >= 4 ? ~0u : count == 3 ? 0xffff : 0;
         const bool inside[2] = {(members >> lane / 4 & 1) != 0, (members >> lane / 4 + 8 & 1) != 0};
-        constexpr int GROUP = Columns::ATOMS % 4 == 0 && Columns::ATOMS < 32 ? 4 : 2;  // products that do not wait
+        constexpr int GROUP = Source::GROUP;  // products that do not wait for each other
 #pragma unroll
         for (int group = 0; group < Columns::ATOMS; group += GROUP) {
             uint2 b[GROUP];
