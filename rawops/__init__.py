@@ -4,7 +4,13 @@ from rawops._gemm_w4 import pack_int4
 from rawops._runtime.custom import Kernel
 from rawops._runtime.device import emulate
 from rawops._runtime.kernel import kernels, precompile, reload
-from rawops.attention import FlashAttention, flash_attention, flash_attention_varlen, merge_attention_states
+from rawops.attention import (
+    FlashAttention,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    merge_attention_states,
+)
 from rawops.errors import (
     BarrierError,
     CompileError,
@@ -50,6 +56,7 @@ __all__ = [
     "append_paged_kv",
     "emulate",
     "flash_attention",
+    "flash_attention_backward",
     "flash_attention_varlen",
     "gemm",
     "grouped_gemm",

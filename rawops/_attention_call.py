@@ -23,6 +23,8 @@ from rawops._attention_operands import (
     check_scores,
     check_values,
     dense,
+    problem_of,
+    shape_fields,
     sizes_of,
     span,
     strides_of,
@@ -218,24 +220,8 @@ class Attention:
 
     def _steps(self, device, named: dict, addresses: list, sizes: Sizes):
         options = self.options
-        scale = options.scale(sizes.head_dim)
-        slopes, bias = named["alibi_slopes"], named["bias"]
-        left, right = options.bounds
-        problem = Problem(
-            dtype=named["q"].dtype.name,
-            batches=sizes.batches,
-            seqlen_q=sizes.seqlen_q,
-            seqlen_k=sizes.seqlen_k,
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            head_dim_v=sizes.head_dim_v,
-            window_left=left,
-            window_right=right,
-            score=config.score_bits(scale, options.softcap, slopes is not None, bias is not None),
-            access=min(access_of(named[name], address) for name, address in zip("qkv", addresses, strict=False)),
-            varlen=self.varlen is not None,
-        )
+        access = min(access_of(named[name], address) for name, address in zip("qkv", addresses, strict=False))
+        problem = problem_of(named, sizes, options, access)
         chosen = config.select_config(problem, device.sm_count, device.max_shared_bytes, options.num_splits)
         if chosen.splits == 1:
             return self._one_kernel(device, named, sizes, problem, chosen, addresses[_OUT])
@@ -253,7 +239,9 @@ class Attention:
 
     def _one_kernel(self, device, named: dict, sizes: Sizes, problem: Problem, chosen, address: int) -> OneKernel:
         is_partial = chosen.splits > 1
-        fields = self._fields(named, sizes, problem, chosen)
+        fields = shape_fields(self.function, named, sizes, problem, self.options)
+        fields |= {"packed": chosen.packed, "row_tiles": chosen.row_tiles, "splits": chosen.splits}
+        fields |= {"out_split": math.prod(sizes.out), "lse_split": math.prod(sizes.lse)}
         out_strides = dense(sizes.out, sizes.axes) if is_partial else self._out_strides(named, sizes)
         fields |= {f"out_{axis}": s for axis, s in zip(AXES, out_strides, strict=True)}
         itemsize = 4 if is_partial else named["q"].dtype.itemsize
@@ -273,32 +261,6 @@ class Attention:
             score=problem.score,
         )
         return OneKernel(kernel, (blocks, 1, 1), chosen.tile.threads, chosen.tile.shared_bytes, shape)
-
-    def _fields(self, named: dict, sizes: Sizes, problem: Problem, chosen) -> dict:
-        """Return the fields of AttentionShape that do not concern out."""
-        fields = {"batches": sizes.batches, "heads": sizes.heads, "group": problem.group, "packed": chosen.packed}
-        fields |= {"seqlen_q": sizes.seqlen_q, "seqlen_k": sizes.seqlen_k, "total_q": sizes.total_q}
-        fields |= {"head_dim": sizes.head_dim, "head_dim_v": sizes.head_dim_v}
-        fields |= {"row_tiles": chosen.row_tiles, "splits": chosen.splits}
-        fields |= {"window_left": problem.window_left, "window_right": problem.window_right}
-        fields["scale"], fields["softcap"] = config.score_scales(
-            self.options.scale(sizes.head_dim), self.options.softcap
-        )
-        for name in "qkv":
-            strides = strides_of(self.function, name, named[name], sizes.axes)
-            fields |= {f"{name}_{axis}": s for axis, s in zip(AXES, strides, strict=True)}
-        *lse_batch, lse_heads, lse_rows = sizes.lse
-        fields |= {"lse_head": lse_rows, "lse_batch": lse_heads * lse_rows if lse_batch else 0}
-        fields |= {"out_split": math.prod(sizes.out), "lse_split": math.prod(sizes.lse)}
-        slopes, bias = named["alibi_slopes"], named["bias"]
-        if slopes is not None and slopes.ndim == 2:
-            fields["alibi_batch"] = strides_of(self.function, "alibi_slopes", slopes, (0,))[0]
-        if bias is not None:
-            axes = tuple(axis if axis >= 0 else None for axis in range(bias.ndim - 4, bias.ndim))
-            batch, head, row, col = strides_of(self.function, "bias", bias, axes)
-            fields |= {"bias_batch": batch, "bias_head": head, "bias_row": row, "bias_col": col}
-            fields["bias_is_float"] = bias.dtype == np.float32
-        return fields
 
 
 def _allows_pairs(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

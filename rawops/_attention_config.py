@@ -80,7 +80,7 @@ class Problem:
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
-        return self.heads // self.kv_heads
+        return self.heads // max(self.kv_heads, 1)
 
     @property
     def is_masked(self) -> bool:
@@ -159,7 +159,7 @@ def tiles_of(head_dim: int, head_dim_v: int, score: int = 0) -> list[Tile]:
 # --- kernels --------------------------------------------------------------------------------------------------------
 
 _TILES = [tile for d in HEAD_DIMS for dv in HEAD_DIMS for tile in tiles_of(d, dv)]
-_SCORES = (*range((SOFTCAP | ALIBI | BIAS) + 1), MULTIPLY)
+SCORES = (*range((SOFTCAP | ALIBI | BIAS) + 1), MULTIPLY)
 
 
 def _smoke(head_dim: int, **changes) -> list[dict]:
@@ -179,7 +179,7 @@ SM80 = KernelSpec(
         "out_dtype": DTYPES,
         "tile": tuple(tile.cpp for tile in _TILES),
         "access": (16, 8, 4, 2),
-        "score": _SCORES,
+        "score": SCORES,
     },
     smoke=[*_smoke(64), *_smoke(128), *_smoke(256), *_smoke(64, access=2, score=SOFTCAP | ALIBI | BIAS)],
     params=PARAMS,
@@ -188,7 +188,7 @@ SIMT = KernelSpec(
     source="attention_simt.cu",
     entry="rawops::attention_simt",
     template=("score",),
-    choices={"score": _SCORES},
+    choices={"score": SCORES},
     smoke=({"score": 0}, {"score": SOFTCAP | ALIBI | BIAS}),
     params=PARAMS,
 )

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rawops._attention_config import DTYPES, HEAD_DIMS, LONGEST, MOST_SPLITS, UNLIMITED
+from rawops._attention_config import (
+    DTYPES,
+    HEAD_DIMS,
+    LONGEST,
+    MOST_SPLITS,
+    UNLIMITED,
+    Problem,
+    score_bits,
+    score_scales,
+)
 from rawops._runtime import checks
 
 AXES = ("batch", "row", "head", "col")  # of q, k, v and out, in the order of AttentionStrides
@@ -200,3 +209,50 @@ def span(x) -> tuple[int, int]:
     """First byte of an array and the one past its last, from its address."""
     steps = [(extent - 1) * s for extent, s in zip(x.shape, x.strides, strict=True)]
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize
+
+
+# --- what the kernels are told --------------------------------------------------------------------------------------
+
+
+def problem_of(named: dict, sizes: Sizes, options: Options, access: int) -> Problem:
+    """Return what the choice of a kernel depends on."""
+    left, right = options.bounds
+    has_alibi, has_bias = named["alibi_slopes"] is not None, named["bias"] is not None
+    return Problem(
+        dtype=named["q"].dtype.name,
+        batches=sizes.batches,
+        seqlen_q=sizes.seqlen_q,
+        seqlen_k=sizes.seqlen_k,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        head_dim_v=sizes.head_dim_v,
+        window_left=left,
+        window_right=right,
+        score=score_bits(options.scale(sizes.head_dim), options.softcap, has_alibi, has_bias),
+        access=access,
+        varlen=named["cu_seqlens_q"] is not None,
+    )
+
+
+def shape_fields(function: str, named: dict, sizes: Sizes, problem: Problem, options: Options) -> dict:
+    """Return the fields of AttentionShape but for those of out and of the configuration."""
+    fields = {"batches": sizes.batches, "heads": sizes.heads, "group": problem.group}
+    fields |= {"seqlen_q": sizes.seqlen_q, "seqlen_k": sizes.seqlen_k, "total_q": sizes.total_q}
+    fields |= {"head_dim": sizes.head_dim, "head_dim_v": sizes.head_dim_v}
+    fields |= {"window_left": problem.window_left, "window_right": problem.window_right}
+    fields["scale"], fields["softcap"] = score_scales(options.scale(sizes.head_dim), options.softcap)
+    for name in "qkv":
+        strides = strides_of(function, name, named[name], sizes.axes)
+        fields |= {f"{name}_{axis}": s for axis, s in zip(AXES, strides, strict=True)}
+    *lse_batch, lse_heads, lse_rows = sizes.lse
+    fields |= {"lse_head": lse_rows, "lse_batch": lse_heads * lse_rows if lse_batch else 0}
+    slopes, bias = named["alibi_slopes"], named["bias"]
+    if slopes is not None and slopes.ndim == 2:
+        fields["alibi_batch"] = strides_of(function, "alibi_slopes", slopes, (0,))[0]
+    if bias is not None:
+        axes = tuple(axis if axis >= 0 else None for axis in range(bias.ndim - 4, bias.ndim))
+        batch, head, row, col = strides_of(function, "bias", bias, axes)
+        fields |= {"bias_batch": batch, "bias_head": head, "bias_row": row, "bias_col": col}
+        fields["bias_is_float"] = bias.dtype == np.float32
+    return fields

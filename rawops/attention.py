@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from rawops._attention_backward import backward
 from rawops._attention_call import Attention
 from rawops._attention_merge import merge_states
 from rawops._attention_operands import LONGEST, Layout, Options, checked
@@ -148,6 +149,74 @@ def flash_attention_varlen(
     options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse)
     operands = (q, k, v, out, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k)
     return _run(operands, "flash_attention_varlen", options, Layout(max_seqlen_q, max_seqlen_k))
+
+
+def flash_attention_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes=None,
+    bias=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq=None,
+    dk=None,
+    dv=None,
+):
+    """Compute the gradients of `flash_attention` or `flash_attention_varlen` by q, k and v.
+
+    The weights are made again from q, k and lse (FlashAttention-2: Dao, 2023, arXiv:2307.08691): beside the results one
+    float32 number a row and head is all the memory it takes.
+
+    Parameters
+    ----------
+    dout : array, as out
+        The gradient of the loss by out, of any strides, 0 too.
+    q, k, v, out, lse : array
+        Arguments and results of the forward call, float16 or bfloat16; lse C-contiguous.
+    causal, softmax_scale, window, softcap, alibi_slopes, bias
+        Those of the forward call. There is no gradient by slopes and bias.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        Those of a `flash_attention_varlen`, whose arrays have the shapes that it takes.
+    dq, dk, dv : array, optional
+        Where the results go.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        As q, k and v. A query head's share of dk and dv is added in its KV head. A query without keys has a gradient of
+        zeros, as have rows of storage past the last sequence.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For dtypes, shapes or values that do not fit, before anything is launched.
+
+    Notes
+    -----
+    Nothing synchronises, no atomics: the same call gives the same bits. What hidden keys hold is multiplied by weights
+    of 0: other than in the forward pass, a NaN or an infinity there spreads to the gradients of its tile.
+    """
+    varlen = None
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        for name, value in longest.items():
+            checks.int_range("flash_attention_backward", name, value, 0, LONGEST - 1)
+        varlen = Layout(max_seqlen_q, max_seqlen_k)
+    options = checked("flash_attention_backward", Options(causal, softmax_scale, window, softcap))
+    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    named |= {"alibi_slopes": alibi_slopes, "bias": bias, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return backward("flash_attention_backward", options, varlen, named)
 
 
 def merge_attention_states(out_a, lse_a, out_b, lse_b):

@@ -33,7 +33,8 @@ template <class T, int kScore> struct RowScore {
     int64_t bias_col;
     bool bias_is_float;
 
-    __device__ RowScore(const AttentionParams& params, const AttentionBlock& block, int query, int head)
+    template <class Block>  // AttentionBlock, or another that knows sequence and lengths
+    __device__ RowScore(const AttentionParams& params, const Block& block, int query, int head)
         : scale(params.shape.scale), softcap(params.shape.softcap), place(query + block.k_len - block.q_len) {
         const AttentionCall& call = params.call;
         const AttentionShape& shape = params.shape;
@@ -59,6 +60,13 @@ template <class T, int kScore> struct RowScore {
             score = fmaf(more, kLog2e, score);
         }
         return score;
+    }
+
+    // Of the score by scale * product.
+    __device__ float derivative(float product) const {
+        if constexpr ((kScore & kScoreSoftcap) == 0) return 1.0f;
+        const float capped = tanh_fast(product * scale);
+        return 1.0f - capped * capped;
     }
 };
 

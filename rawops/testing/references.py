@@ -164,3 +164,22 @@ def attention(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
             lse[b, h, i] = scores.max() + np.log(weights.sum())
             out[b, i, h] = weights / weights.sum() @ v[b, seen.start : seen.stop, h // rows.group]
     return out, lse
+
+
+def attention_backward(dout, q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The gradients of sum(dout * out) of `attention` by q, k and v, row by row; the same parameters."""
+    rows, dout, v = AttentionRows(q, k, **options), _exact(dout), _exact(v)
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for b, i, h in np.ndindex(*q.shape[:3]):
+        scores, slope = rows.scores(b, h, i)
+        if not scores.size or scores.max() == -np.inf:
+            continue
+        seen, kv = slice(rows.seen(i).start, rows.seen(i).stop), h // rows.group
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        by_weight = v[b, seen, kv] @ dout[b, i, h]
+        by_product = weights * (by_weight - weights @ by_weight) * slope * rows.scale
+        dv[b, seen, kv] += weights[:, None] * dout[b, i, h]
+        dq[b, i, h] = by_product @ rows.k[b, seen, kv]
+        dk[b, seen, kv] += by_product[:, None] * rows.q[b, i, h]
+    return dq, dk, dv

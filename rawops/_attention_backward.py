@@ -1,0 +1,184 @@
+"""The gradients of attention: parameters, kernels, tiles and launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rawops._attention_config import CALL_FIELDS, HEAD_DIMS, SCORES, SHAPE_FIELDS, Tile, padded
+from rawops._attention_operands import (
+    AXES,
+    Layout,
+    Options,
+    Sizes,
+    access_of,
+    check_scores,
+    problem_of,
+    shape_fields,
+    sizes_of,
+    strides_of,
+)
+from rawops._runtime import arrays, checks
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+
+_DTYPES = ("float16", "bfloat16")
+_GRADIENTS = ("dq", "dk", "dv")
+_OF_KEYS, _OF_VALUES = 1, 2
+_ROWS = 64  # that stay, of a block
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+PARAMS = ParamStruct(
+    "GradientParams",
+    **CALL_FIELDS,
+    **SHAPE_FIELDS,
+    **dict.fromkeys(("dout", *_GRADIENTS, "delta"), "pointer"),
+    **{f"{name}_{axis}": "int64" for name in ("dout", *_GRADIENTS) for axis in AXES},
+    **dict.fromkeys(("key_tiles", "total_k"), "int32"),
+    softmax_scale="float32",
+)
+
+
+def tiles_of(head_dim: int, head_dim_v: int) -> list[Tile]:
+    """Return the tiles for padded head sizes, largest first; `block_m` is what stays, `block_n` what passes."""
+    return [Tile(head_dim, head_dim_v, _ROWS, block_n, 4) for block_n in (64, 32, 16)]
+
+
+def shared_bytes(tile: Tile) -> int:
+    """Shared memory of what stays and of two stages of what passes, with two numbers a row."""
+    width = 2 * (tile.head_dim + tile.head_dim_v)
+    return tile.block_m * width + tile.stages * tile.block_n * (width + 8)
+
+
+def select_tile(head_dim: int, head_dim_v: int, max_shared_bytes: int) -> Tile:
+    """Return the largest tile of which an SM holds two, or one where even the smallest is too large for that."""
+    tiles = tiles_of(padded(head_dim), padded(head_dim_v))
+    fitting = [t for t in tiles if shared_bytes(t) <= max_shared_bytes]
+    return next((t for t in fitting if 2 * shared_bytes(t) <= max_shared_bytes), fitting[0])
+
+
+def passes(tile: Tile) -> tuple[int, ...]:
+    """Return what each launch over the keys makes: dk and dv together, or one after the other for wide heads."""
+    together = tile.head_dim + tile.head_dim_v <= 256
+    return (_OF_KEYS | _OF_VALUES,) if together else (_OF_KEYS, _OF_VALUES)
+
+
+_CHOICES = {
+    "dtype": _DTYPES,
+    "tile": tuple(tile.cpp for d in HEAD_DIMS for dv in HEAD_DIMS for tile in tiles_of(d, dv)),
+    "access": (16, 8, 4, 2),
+    "score": SCORES,
+}
+
+
+def _smoke(**changes) -> list[dict]:
+    found = []
+    for width, block_n, score, access in ((64, 64, 0, 16), (128, 64, 0, 16), (256, 32, 0, 16), (64, 64, 7, 2)):
+        tile = Tile(width, width, _ROWS, block_n, 4)
+        values = {"dtype": "bfloat16", "tile": tile.cpp, "access": access, "score": score}
+        found += [{**values, "of": of} for of in passes(tile)] if changes else [values]
+    return found
+
+
+DELTA = KernelSpec(
+    source="attention_backward_sm80.cu",
+    entry="rawops::attention_delta",
+    template=("dtype",),
+    choices={"dtype": _DTYPES},
+    smoke=({"dtype": "float16"},),
+    params=PARAMS,
+)
+QUERIES = KernelSpec(
+    source="attention_backward_sm80.cu",
+    entry="rawops::attention_backward_queries",
+    template=tuple(_CHOICES),
+    choices=_CHOICES,
+    smoke=_smoke(),
+    params=PARAMS,
+)
+KEYS = KernelSpec(
+    source="attention_backward_sm80.cu",
+    entry="rawops::attention_backward_keys",
+    template=(*_CHOICES, "of"),
+    choices={**_CHOICES, "of": (_OF_KEYS, _OF_VALUES, _OF_KEYS | _OF_VALUES)},
+    smoke=_smoke(of=True),
+    params=PARAMS,
+)
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A checked call: arrays by name, on one device."""
+
+    function: str
+    options: Options
+    device: object
+    named: dict
+    sizes: Sizes
+    is_varlen: bool
+
+    def strides(self, name: str) -> dict[str, int]:
+        found = strides_of(self.function, name, self.named[name], self.sizes.axes)
+        return {f"{name}_{axis}": s for axis, s in zip(AXES, found, strict=True)}
+
+
+def backward(function: str, options: Options, varlen: Layout | None, named: dict) -> tuple:
+    """Check a call and run it; see rawops.flash_attention_backward."""
+    for name in ("dout", "q", "k", "v", "out", "lse", *(("cu_seqlens_q", "cu_seqlens_k") if varlen else ())):
+        if named[name] is None:
+            checks.fail(TypeError, function, name, "be an array", "None")
+    values, give = arrays.take(function, **named)
+    named = dict(zip(named, values, strict=True))
+    device = arrays.device_of(function, **named)
+    sizes = sizes_of(function, named, varlen)
+    check_scores(function, named, sizes)
+    dtype = checks.dtype(function, "q", named["q"], _DTYPES)
+    for name, like in (("dout", "out"), ("out", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
+        x, shape = named[name], sizes.out if like == "out" else named[like].shape
+        if x is None:
+            named[name] = device.empty(shape, named["q"].dtype)
+        else:
+            checks.dtype(function, name, x, (dtype,))
+            checks.shape(function, name, x, shape)
+    lse = named["lse"]
+    checks.dtype(function, "lse", lse, ("float32",))
+    checks.shape(function, "lse", lse, sizes.lse)
+    if not lse.flags.c_contiguous:
+        checks.fail(ValueError, function, "lse", "be C-contiguous", f"strides {lse.strides}")
+    call = _Call(function, options, device, named, sizes, varlen is not None)
+    _run(call)
+    return tuple(give(named[name]) for name in _GRADIENTS)
+
+
+def _run(call: _Call) -> None:
+    named, sizes, device = call.named, call.sizes, call.device
+    read = ("q", "k", "v", "dout")
+    access = min(access_of(named[name], device.pointer(named[name])) for name in read)
+    tile = select_tile(sizes.head_dim, sizes.head_dim_v, device.max_shared_bytes)
+    problem = problem_of(named, sizes, call.options, access)
+    fields = shape_fields(call.function, named, sizes, problem, call.options)
+    row_tiles, key_tiles = (max(1, -(-n // _ROWS)) for n in (sizes.seqlen_q, sizes.seqlen_k))
+    fields |= {"packed": 1, "splits": 1, "row_tiles": row_tiles, "key_tiles": key_tiles}
+    for name in ("out", "dout", *_GRADIENTS):
+        fields |= call.strides(name)
+    fields["total_k"] = named["k"].shape[0] if call.is_varlen else sizes.seqlen_k
+    fields["softmax_scale"] = call.options.scale(sizes.head_dim)
+    delta = device.empty(sizes.lse, np.dtype(np.float32))
+    fields |= {name: device.pointer(x) for name, x in {**named, "delta": delta}.items() if name in PARAMS.fields}
+    params = (PARAMS.pack(*(fields.get(name, 0) for name in PARAMS.fields)),)
+
+    choices = {"dtype": problem.dtype, "tile": tile.cpp, "access": access, "score": problem.score}
+    sequences, threads, memory = sizes.batches + call.is_varlen, (tile.threads, 1, 1), shared_bytes(tile)
+    rows = math.prod(sizes.lse)
+    if rows:
+        DELTA.kernel(device, dtype=problem.dtype).launch((-(-rows // 4), 1, 1), (128, 1, 1), params)
+        blocks = row_tiles * sizes.heads * sequences
+        QUERIES.kernel(device, **choices).launch((blocks, 1, 1), threads, params, memory)
+    if named["k"].size or named["v"].size:
+        blocks = key_tiles * sizes.kv_heads * sequences
+        for of in passes(tile):
+            KEYS.kernel(device, **choices, of=of).launch((blocks, 1, 1), threads, params, memory)
