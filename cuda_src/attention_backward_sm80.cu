@@ -31,11 +31,14 @@ __global__ void __launch_bounds__(Tile::THREADS)
     attention_backward_queries(const __grid_constant__ GradientParams params) {
     extern __shared__ __align__(128) char shared[];
     const AttentionShape& shape = params.forward.shape;
-    AttentionBlock block(params.forward, blockIdx.x);
+    __shared__ __align__(16) char storage[sizeof(AttentionBlock)];  // there it costs the main loop no registers
+    const AttentionBlock& block = *reinterpret_cast<AttentionBlock*>(storage);
+    if (threadIdx.x == 0) *reinterpret_cast<AttentionBlock*>(storage) = AttentionBlock(params.forward, blockIdx.x);
+    __syncthreads();
 #pragma unroll 1
-    for (; block.tile * Tile::BLOCK_M < block.q_len; block.tile += shape.row_tiles) {
+    for (int tile = block.tile; tile * Tile::BLOCK_M < block.q_len; tile += shape.row_tiles) {
         AttentionGradient<T, Tile, ACCESS, kScore, kOfQueries> gradient(params, shared_address(shared));
-        const int first = block.tile * Tile::BLOCK_M, last = min_of(first + Tile::BLOCK_M, block.q_len) - 1;
+        const int first = tile * Tile::BLOCK_M, last = min_of(first + Tile::BLOCK_M, block.q_len) - 1;
         const KeyRange keys = block.keys(shape, first, last, Tile::BLOCK_N);
         if (!keys.is_empty()) {
             gradient.fetch_stay(gradient.queries(block, block.head), first, block.q_len);
@@ -53,11 +56,14 @@ __global__ void __launch_bounds__(Tile::THREADS)
     attention_backward_keys(const __grid_constant__ GradientParams params) {
     extern __shared__ __align__(128) char shared[];
     const AttentionShape& shape = params.forward.shape;
-    KeyBlock block(params, blockIdx.x);
+    __shared__ __align__(16) char storage[sizeof(KeyBlock)];
+    const KeyBlock& block = *reinterpret_cast<KeyBlock*>(storage);
+    if (threadIdx.x == 0) *reinterpret_cast<KeyBlock*>(storage) = KeyBlock(params, blockIdx.x);
+    __syncthreads();
 #pragma unroll 1
-    for (; block.tile * Tile::BLOCK_M < block.k_len; block.tile += params.key_tiles) {
+    for (int tile = block.tile; tile * Tile::BLOCK_M < block.k_len; tile += params.key_tiles) {
         AttentionGradient<T, Tile, ACCESS, kScore, kOf> gradient(params, shared_address(shared));
-        const int first = block.tile * Tile::BLOCK_M, last = min_of(first + Tile::BLOCK_M, block.k_len) - 1;
+        const int first = tile * Tile::BLOCK_M, last = min_of(first + Tile::BLOCK_M, block.k_len) - 1;
         const KeyRange queries = block.queries(shape, first, last);
         if (!queries.is_empty()) {
             gradient.fetch_stay(gradient.keys(block), first, block.k_len);

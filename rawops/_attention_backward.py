@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rawops._attention_config import CALL_FIELDS, HEAD_DIMS, SCORES, SHAPE_FIELDS, Tile, padded
+from rawops._attention_config import ALIBI, BIAS, CALL_FIELDS, HEAD_DIMS, SCORES, SHAPE_FIELDS, SOFTCAP, Tile, padded
 from rawops._attention_operands import (
     AXES,
     Layout,
@@ -41,9 +41,14 @@ PARAMS = ParamStruct(
 )
 
 
-def tiles_of(head_dim: int, head_dim_v: int) -> list[Tile]:
-    """Return the tiles for padded head sizes, largest first; `block_m` is what stays, `block_n` what passes."""
-    return [Tile(head_dim, head_dim_v, _ROWS, block_n, 4) for block_n in (64, 32, 16)]
+def tiles_of(head_dim: int, head_dim_v: int, score: int = 0) -> list[Tile]:
+    """Return the tiles for padded head sizes and bits of `score`, largest first.
+
+    `block_m` is what stays, `block_n` what passes: the fewer, the wider the heads, for want of registers.
+    """
+    wide = max(head_dim, head_dim_v)
+    most = 64 if wide == 64 and not score else 32 if wide <= 192 else 16
+    return [Tile(head_dim, head_dim_v, _ROWS, block_n, 4) for block_n in (64, 32, 16) if block_n <= most]
 
 
 def shared_bytes(tile: Tile) -> int:
@@ -52,9 +57,9 @@ def shared_bytes(tile: Tile) -> int:
     return tile.block_m * width + tile.stages * tile.block_n * (width + 8)
 
 
-def select_tile(head_dim: int, head_dim_v: int, max_shared_bytes: int) -> Tile:
+def select_tile(head_dim: int, head_dim_v: int, score: int, max_shared_bytes: int) -> Tile:
     """Return the largest tile of which an SM holds two, or one where even the smallest is too large for that."""
-    tiles = tiles_of(padded(head_dim), padded(head_dim_v))
+    tiles = tiles_of(padded(head_dim), padded(head_dim_v), score)
     fitting = [t for t in tiles if shared_bytes(t) <= max_shared_bytes]
     return next((t for t in fitting if 2 * shared_bytes(t) <= max_shared_bytes), fitting[0])
 
@@ -75,8 +80,8 @@ _CHOICES = {
 
 def _smoke(**changes) -> list[dict]:
     found = []
-    for width, block_n, score, access in ((64, 64, 0, 16), (128, 64, 0, 16), (256, 32, 0, 16), (64, 64, 7, 2)):
-        tile = Tile(width, width, _ROWS, block_n, 4)
+    for width, score, access in ((64, 0, 16), (128, 0, 16), (256, 0, 16), (64, SOFTCAP | ALIBI | BIAS, 2)):
+        tile = tiles_of(width, width, score)[0]
         values = {"dtype": "bfloat16", "tile": tile.cpp, "access": access, "score": score}
         found += [{**values, "of": of} for of in passes(tile)] if changes else [values]
     return found
@@ -158,8 +163,8 @@ def _run(call: _Call) -> None:
     named, sizes, device = call.named, call.sizes, call.device
     read = ("q", "k", "v", "dout")
     access = min(access_of(named[name], device.pointer(named[name])) for name in read)
-    tile = select_tile(sizes.head_dim, sizes.head_dim_v, device.max_shared_bytes)
     problem = problem_of(named, sizes, call.options, access)
+    tile = select_tile(sizes.head_dim, sizes.head_dim_v, problem.score, device.max_shared_bytes)
     fields = shape_fields(call.function, named, sizes, problem, call.options)
     row_tiles, key_tiles = (max(1, -(-n // _ROWS)) for n in (sizes.seqlen_q, sizes.seqlen_k))
     fields |= {"packed": 1, "splits": 1, "row_tiles": row_tiles, "key_tiles": key_tiles}

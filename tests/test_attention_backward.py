@@ -249,5 +249,5 @@ def test_wrong_arguments(rng, name):
 def test_every_head_dim_fits(shared_bytes):
     for D in config.HEAD_DIMS:
         for Dv in config.HEAD_DIMS:
-            tile = gradients.select_tile(D, Dv, shared_bytes)
+            tile = gradients.select_tile(D, Dv, 0, shared_bytes)
             assert gradients.shared_bytes(tile) <= shared_bytes
