@@ -25,12 +25,13 @@ __device__ inline void add_scaled(typename Tile::Accumulators& sum, const typena
         for (int place = 0; place < 2; ++place) {
             const int column = n + j * 8 % WARP_COLS + place + j * 8 / WARP_COLS * cols;
             const int index = kPromotion == kColumnScaled ? column : column / kScaleBlock;
-            const float of_column = scales.of_column(index, block);
+            const float of_column = scales.b == nullptr ? 1 : *scales.of_column(index, block);
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M; ++i) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const float scale = scales.of_row(m + i * 16 + half * 8, block) * of_column;
+                    const float* of_row = scales.of_row(m + i * 16 + half * 8, block);
+                    const float scale = scales.a == nullptr ? of_column : *of_row * of_column;
                     sum[i][j][half * 2 + place] += part[i][j][half * 2 + place] * scale;
                 }
             }

@@ -28,6 +28,7 @@ BYTES = {
     (a, b): f"rawops::Bytes<{dtypes.cpp(a)}, {dtypes.cpp(b)}>"
     for a, b in (*itertools.product(FLOAT8, repeat=2), ("int8", "int8"))
 }
+_COST_OF_TILE = {PLAIN: 300, STAGED: 1200, DIRECT: 2500}  # as in _gemm_sm90.py; the last was measured on an H200
 _E4M3, _INT8 = BYTES["float8_e4m3fn", "float8_e4m3fn"], BYTES["int8", "int8"]
 
 _SCALE_FIELDS = {
@@ -58,7 +59,7 @@ SM90 = spec_of(
     (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, PROMOTED, True, 0, PLAIN, False),
     (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, BLOCK_SCALED, False, 0, PLAIN, False),
     (_E4M3, "float8_e4m3fn", "bfloat16", 128, 160, 5, PROMOTED, False, 2, DIRECT, False),
-    (_E4M3, "float16", "float16", 64, 128, 7, COLUMN_SCALED, False, 0, STAGED, False),
+    (_E4M3, "float16", "float16", 64, 160, 6, COLUMN_SCALED, False, 0, STAGED, False),
     (_INT8, "int32", "int32", 128, 256, 4, IN_PLACE, False, 0, DIRECT, False),
     (_INT8, "bfloat16", "bfloat16", 128, 256, 3, IN_PLACE, True, 5, STAGED, False),
 )
@@ -106,6 +107,7 @@ class BytesProblem(HopperProblem):
     """What a configuration of the Hopper kernel depends on. `promotion` is that of scaling.cuh."""
 
     itemsize: ClassVar[int] = 1
+
     promotion: int = IN_PLACE
     is_int8: bool = False
 
@@ -113,14 +115,21 @@ class BytesProblem(HopperProblem):
     def clusters(self) -> tuple[int, ...]:
         return () if self.is_int8 else CLUSTERS  # they add up float32
 
+    @property
+    def cost_of_tile(self) -> int:
+        return _COST_OF_TILE[self.finish]
+
+    def scale_bytes(self, block_m: int, block_n: int) -> int:
+        if self.promotion < BLOCK_SCALED:
+            return 0
+        return (block_m + (block_n if self.promotion == COLUMN_SCALED else 4)) * 4
+
     def widths(self, step: int, block_m: int, cluster: int, ping_pong: bool) -> list[int]:
         if self.promotion == IN_PLACE:
             return super().widths(step, block_m, cluster, ping_pong)
         if ping_pong:
             return []
-        widest = 192 if self.finish == PLAIN else 160  # with two sets of accumulators
-        if cluster > 1 or self.promotion == COLUMN_SCALED or (self.promotion == BLOCK_SCALED and self.parts == 2):
-            widest = 128
+        widest = 128 if cluster > 1 else 192 if self.finish == PLAIN else 160  # with two sets of accumulators
         return [width for width in range(step, widest + 1, step) if self._fits_blocks(width // self.parts)]
 
     def _fits_blocks(self, cols: int) -> bool:

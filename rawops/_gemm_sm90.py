@@ -1,7 +1,6 @@
 """The host side of gemm_sm90.cu and its relatives: what TMA can read, which tile, and the launch.
 
-Callers ask `supports` and, if so, keep what `plan` returns. Operands are `Operand`s of _gemm_operands.py: strides in
-elements, `alignment` the address modulo 16, three batch axes.
+Callers ask `supports` and, if so, keep what `plan` returns. Operands are `Operand`s of _gemm_operands.py.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class Problem:
     """
 
     itemsize: ClassVar[int] = 2
-
+    cost_of_tile: ClassVar[int] = _COST_OF_TILE
     M: int
     N: int
     K: int
@@ -150,6 +149,10 @@ class Problem:
     def clusters(self) -> tuple[int, ...]:
         """Sizes of the clusters that may share a tile."""
         return CLUSTERS
+
+    def scale_bytes(self, block_m: int, block_n: int) -> int:
+        """Shared memory of a stage's scales."""
+        return 0
 
     def widths(self, step: int, block_m: int, cluster: int, ping_pong: bool) -> list[int]:
         """Columns of a tile for which a consumer has registers, multiples of `step`."""
@@ -201,8 +204,9 @@ class Config:
         return self.block_n // problem.parts // self.cluster
 
     def stage_bytes(self, problem: Problem) -> int:
-        """Shared memory of a stage: the operands, and the barriers `full` and `empty`."""
-        return (self.block_m + self.block_n + self.rides * problem.rank) * _SPAN + 16
+        """Shared memory of a stage: operands, scales, and the barriers `full` and `empty`."""
+        rows = self.block_m + self.block_n + self.rides * problem.rank
+        return rows * _SPAN + problem.scale_bytes(self.block_m, self.block_n) + 16
 
     def other_bytes(self, problem: Problem) -> int:
         """Shared memory beside the ring: lora_b, staging tiles and slabs of the consumers, further barriers."""
@@ -293,7 +297,7 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
         k_block = max((columns + config.block_m) * _SPAN // sm_bytes, _LATENCY // max(config.stages, 1))
     main_loop = -(-problem.k_blocks // cluster) * k_block
     slices = problem.rank // 16
-    finish = _COST_OF_TILE + slices * (config.block_n // cluster * config.block_m // 128 + _COST_OF_SLICE)
+    finish = problem.cost_of_tile + slices * (config.block_n // cluster * config.block_m // 128 + _COST_OF_SLICE)
     if cluster > 1:
         finish += _COST_OF_CLUSTER + config.block_m * columns * 4 // _CLUSTER_BYTES
     if config.ping_pong:

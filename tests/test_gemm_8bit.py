@@ -367,8 +367,6 @@ def test_tiles(hopper, force, rng, dtype, block_m, block_n, cluster, ping_pong):
 def test_tiles_with_sums(hopper, force, rng, forms, block_m, block_n, cluster, ping_pong):
     if forms[1] == (9, 3) and block_n == 176:
         block_n = 160  # that of which no tile has columns in three blocks
-    if forms[1] == (9, 280):
-        block_n = min(block_n, 128)
     force(block_n, ping_pong, block_m=block_m, cluster=cluster)
     a, b = integers(rng, (136, 1096), E4M3), integers(rng, (1096, 280), E5M2)
     scale_a, scale_b = (powers(rng, shape) for shape in forms)

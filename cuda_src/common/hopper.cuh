@@ -26,6 +26,11 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives when the cp.async copies that this thread has started are there.
+__device__ inline void barrier_arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives and keeps the phase open until copies have brought `bytes`.
 __device__ inline void barrier_arrive_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -59,9 +64,9 @@ template <int STAGES> struct RingBarriers {
     __device__ uint32_t empty(int stage) const { return base + (STAGES + stage) * 8; }
 
     // By one thread; a __syncthreads() must follow.
-    __device__ void init(int consumers) const {
+    __device__ void init(int consumers, int producers = 1) const {
         for (int stage = 0; stage < STAGES; ++stage) {
-            barrier_init(full(stage), 1);
+            barrier_init(full(stage), producers);
             barrier_init(empty(stage), consumers);
         }
         barrier_init_fence();

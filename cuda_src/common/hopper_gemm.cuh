@@ -21,7 +21,7 @@ struct GemmMaps {
 
 // Shared addresses of what producer and consumers pass each other.
 template <class Tile> struct Exchange {
-    uint32_t ring, lora_b;
+    uint32_t ring, lora_b, scales;
     RingBarriers<Tile::STAGES> barriers;
     RingBarriers<1> lora_b_barriers;
     uint32_t turns;
@@ -29,6 +29,7 @@ template <class Tile> struct Exchange {
     __device__ explicit Exchange(uint32_t shared)
         : ring(shared),
           lora_b(shared + Tile::LORA_B_AT),
+          scales(shared + Tile::SCALES_AT),
           barriers{shared + Tile::BARRIERS_AT},
           lora_b_barriers{barriers.base + barriers.BYTES},
           turns(lora_b_barriers.base + lora_b_barriers.BYTES) {}
@@ -38,7 +39,8 @@ template <class Tile> struct Exchange {
         barrier_init(turns, 1);
         barrier_init(turns + 8, 1);
         lora_b_barriers.init(Tile::CONSUMERS);
-        barriers.init(Tile::kPingPong ? 1 : Tile::CONSUMERS);
+        const int releases = (Tile::kPingPong ? 1 : Tile::CONSUMERS) * Tile::Scaling::RELEASES;
+        barriers.init(releases, 1 + Tile::Scaling::LOADERS);
     }
 };
 
@@ -308,6 +310,9 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
     if (group == 0) {
         if constexpr (Tile::CONSUMERS == 2) release_registers<40>();
         if (threadIdx.x == 0) load_tiles<Tile>(maps, params.shape, low_rank, schedule, exchange);
+        if constexpr (Tile::Scaling::LOADERS > 0) {
+            if (threadIdx.x / kWarpSize == 1) Tile::Scaling::template load<Tile>(params, schedule, exchange);
+        }
         if constexpr (Tile::CLUSTER > 1) {  // the barriers of add_up_cluster count these warps, too
             __syncwarp();
             cluster_sync();

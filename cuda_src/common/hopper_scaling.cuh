@@ -27,12 +27,13 @@ __device__ inline void multiply_in_spans(typename Tile::Accumulators& sum, RingP
 template <int PARTS, int COLS> struct ColumnScales {
     float held[PARTS][ceil_div(COLS, kWarpSize)];
 
-    __device__ void load(const BlockScales& scales, int n, int cols, int lane, int block) {
+    __device__ void load(const BlockScales& scales, int n, int cols, int lane) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
             for (int i = 0; i < ceil_div(COLS, kWarpSize); ++i) {
-                held[part][i] = scales.of_column(n + part * cols + i * kWarpSize + lane, block);
+                const float* from = scales.of_column(n + part * cols + i * kWarpSize + lane, 0);
+                held[part][i] = scales.b == nullptr ? 1 : *from;
             }
         }
     }
@@ -42,57 +43,71 @@ template <int PARTS, int COLS> struct ColumnScales {
     }
 };
 
-// Scales of blocks of 128 columns. The columns of a part lie in one of them or in two.
-template <class Tile> struct ColumnBlockScales {
+__device__ inline void load_shared(float& value, uint32_t address) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+}
+__device__ inline void load_shared(float (&pair)[2], uint32_t address) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair[0]), "=f"(pair[1]) : "r"(address) : "memory");
+}
+
+// The scales of a stage in shared memory: those of the tile's rows, then those of every column of each part, or of the
+// two blocks of 128 in which a part's columns may lie.
+template <class Tile, bool kEveryColumn> struct StagedScales {
     static constexpr bool kOneBlock = Tile::PARTS == 1 && Tile::COLS == kScaleBlock;
-    static constexpr int BLOCKS = kOneBlock ? 1 : 2, STEP = Tile::COLS & -Tile::COLS;  // tiles start at multiples of it
-    static_assert(Tile::COLS <= kScaleBlock || (Tile::PARTS == 1 && Tile::COLS - STEP <= kScaleBlock), "no more");
+    static constexpr int STEP = Tile::COLS & -Tile::COLS;  // tiles start at multiples of it
+    static constexpr int COUNT = kEveryColumn ? Tile::COLS : 2;  // of a part
+    static_assert(kEveryColumn || Tile::COLS <= kScaleBlock || (Tile::PARTS == 1 && Tile::COLS - STEP <= kScaleBlock),
+                  "no more blocks than two");
 
-    float held[Tile::PARTS][BLOCKS];
-    int begin[Tile::PARTS];  // of this lane's columns, from the first block on
+    uint32_t rows, columns;
 
-    __device__ void load(const BlockScales& scales, int n, int cols, int lane, int block) {
-#pragma unroll
-        for (int part = 0; part < Tile::PARTS; ++part) {
-            const int first = n + part * cols + (Tile::PARTS > 1 ? lane % 4 * 2 : 0);
-            begin[part] = first % kScaleBlock;
-#pragma unroll
-            for (int i = 0; i < BLOCKS; ++i) held[part][i] = scales.of_column(first / kScaleBlock + i, block);
+    __device__ StagedScales(const Exchange<Tile>& exchange, int stage)
+        : rows(exchange.scales + stage * Tile::SCALE_BYTES), columns(rows + Tile::BLOCK_M * 4) {}
+
+    // By a warp, for block `block` of K; `full` ends when they are there, too.
+    __device__ void load(const BlockScales& scales, const Work& work, int cols, int block, int lane,
+                         uint32_t full) const {
+        if (scales.a != nullptr) {
+#pragma unroll 1
+            for (int i = lane; i < Tile::BLOCK_M; i += kWarpSize) {
+                cp_async<4>(rows + i * 4, scales.of_row(work.m + i, block), 4);
+            }
         }
-    }
-    __device__ float of(int part, int col, int place, int) const {
-        if constexpr (kOneBlock) return held[part][0];
-        // Where tiles start at multiples of 16, all of these columns are in one block.
-        const int at = begin[part] + col + (Tile::PARTS > 1 ? place : 0);
-        return at < kScaleBlock ? held[part][0] : held[part][BLOCKS - 1];
+        if (scales.b != nullptr) {
+#pragma unroll 1
+            for (int i = lane; i < COUNT * Tile::PARTS; i += kWarpSize) {
+                const int n = work.n + i / COUNT * cols;
+                const int index = kEveryColumn ? n + i % COUNT : n / kScaleBlock + i % COUNT;
+                cp_async<4>(columns + i * 4, scales.of_column(index, block), 4);
+            }
+        }
+        barrier_arrive_after_copies(full);
     }
 };
 
 // sum = a @ b over the next k_blocks stages, each times its scales. The other consumer keeps the tensor cores busy
-// while this one adds. Scales are on their way one block ahead.
-template <class Tile, class Columns>
+// while this one adds.
+template <class Tile, bool kEveryColumn>
 __device__ inline void multiply_scaled(typename Tile::Accumulators& sum, const BlockScales& scales, const Work& work,
-                                       int first_block, int cols, RingPosition<Tile::STAGES>& slot, int k_blocks,
+                                       int cols, RingPosition<Tile::STAGES>& slot, int k_blocks,
                                        const Exchange<Tile>& exchange, const Consumer& self) {
     using A = typename Tile::OperandA;
     using B = typename Tile::OperandB;
-    const int lane = self.lane(), m = work.m + self.row + self.warp_row() + lane / 4;
-    float row[2], next_row[2];
-    Columns columns, next_columns;
-    auto fetch = [&](int block) {
-        for (int half = 0; half < 2; ++half) next_row[half] = scales.of_row(m + half * 8, block);
-        next_columns.load(scales, work.n, cols, lane, block);
-    };
+    using Staged = StagedScales<Tile, kEveryColumn>;
+    const int lane = self.lane(), first = self.row + self.warp_row() + lane / 4;
+    int to_second[Tile::PARTS];  // columns from this lane's first one to the second block of 128
+#pragma unroll
+    for (int part = 0; part < Tile::PARTS; ++part) {
+        const int n = work.n + part * cols;
+        to_second[part] = kScaleBlock - n % kScaleBlock - (Tile::PARTS > 1 ? lane % 4 * 2 : 0);
+    }
 #pragma unroll
     for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] = 0;
-    if (k_blocks > 0) fetch(first_block);
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {
         const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
         const uint64_t a = A::descriptor(stage + self.row / 64 * A::ROWS_64), b = B::descriptor(stage + Tile::A_BYTES);
         typename Tile::Value part[Tile::BLOCK_N / 2];
-        for (int half = 0; half < 2; ++half) row[half] = next_row[half];
-        columns = next_columns;
         barrier_wait(exchange.barriers.full(slot.stage), slot.phase);
         wgmma_fence();
 #pragma unroll
@@ -101,19 +116,44 @@ __device__ inline void multiply_scaled(typename Tile::Accumulators& sum, const B
                                                                              B::advance(b, 0, step), step > 0);
         }
         wgmma_commit();
-        fetch(first_block + min_of(block + 1, k_blocks - 1));
+        const Staged staged(exchange, slot.stage);
+        float row[2] = {1, 1}, column[Tile::PARTS][2];
+        if (scales.a != nullptr) {
+            for (int half = 0; half < 2; ++half) load_shared(row[half], staged.rows + (first + half * 8) * 4);
+        }
+#pragma unroll
+        for (int i = 0; i < Tile::PARTS * 2; ++i) {
+            column[i / 2][i % 2] = 1;
+            if (!kEveryColumn && scales.b != nullptr) load_shared(column[i / 2][i % 2], staged.columns + i * 4);
+        }
         wgmma_wait<0>();
-        if (self.leads()) barrier_arrive(exchange.barriers.empty(slot.stage));
         hold(part);
+        auto release = [&] {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(exchange.barriers.empty(slot.stage));
+        };
+        if constexpr (!kEveryColumn) release();
 #pragma unroll
         for (int i = 0; i < Tile::BLOCK_N / 2; i += 4) {
+            const int of_part = i * 2 / Tile::COLS, col = i * 2 % Tile::COLS;
+            float pair[2] = {1, 1};
+            if constexpr (kEveryColumn) {
+                if (scales.b != nullptr) load_shared(pair, staged.columns + (i * 2 + lane % 4 * 2) * 4);
+            } else {
+#pragma unroll
+                for (int place = 0; place < 2; ++place) {
+                    // Where tiles start at multiples of 16, all of these columns are in one block.
+                    const bool second = !Staged::kOneBlock && col + (Tile::PARTS > 1 ? place : 0) >= to_second[of_part];
+                    pair[place] = second ? column[of_part][1] : column[of_part][0];
+                }
+            }
 #pragma unroll
             for (int place = 0; place < 2; ++place) {
-                const float column = columns.of(i * 2 / Tile::COLS, i * 2 % Tile::COLS, place, lane);
-                sum[0][i + place] += part[i + place] * (row[0] * column);
-                sum[0][i + place + 2] += part[i + place + 2] * (row[1] * column);
+                sum[0][i + place] += part[i + place] * (row[0] * pair[place]);
+                sum[0][i + place + 2] += part[i + place + 2] * (row[1] * pair[place]);
             }
         }
+        if constexpr (kEveryColumn) release();
         slot.advance();
     }
 }
@@ -128,10 +168,36 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
         if constexpr (kPromotion == kPromoted) {
             multiply_in_spans<Tile>(sum, slot, k_blocks, exchange, self);
         } else {
-            using Columns = typename Choose<kPromotion == kColumnScaled, ColumnScales<Tile::PARTS, Tile::COLS>,
-                                            ColumnBlockScales<Tile>>::Type;
-            multiply_scaled<Tile, Columns>(sum, BlockScales(params, work.batch), work, first_block,
-                                           params.shape.epilogue.cols, slot, k_blocks, exchange, self);
+            multiply_scaled<Tile, kPromotion == kColumnScaled>(sum, BlockScales(params, work.batch), work,
+                                                               params.shape.epilogue.cols, slot, k_blocks, exchange,
+                                                               self);
+        }
+    }
+
+    // Lanes of the producer that load scales, and arrivals of a consumer that let a stage go: of its warps, which read
+    // their scales each at a time of its own.
+    static constexpr bool kStaged = kPromotion >= kBlockScaled;
+    static constexpr int LOADERS = kStaged ? kWarpSize : 0, RELEASES = kStaged ? 4 : 1;
+    static constexpr __device__ int stage_bytes(int block_m, int block_n) {
+        return kStaged ? (block_m + (kPromotion == kColumnScaled ? block_n : 4)) * 4 : 0;
+    }
+    template <class Tile>
+    static __device__ void load(const ScaledParams& params, const Schedule<Tile>& schedule,
+                                const Exchange<Tile>& exchange) {
+        const int lane = threadIdx.x % kWarpSize;
+        RingPosition<Tile::STAGES> slot;
+#pragma unroll 1
+        for (int index = schedule.first; index < schedule.count; index += schedule.step) {
+            const Work work = schedule.at(index);
+            const BlockScales scales(params, work.batch);
+#pragma unroll 1
+            for (int block = 0; block < schedule.k_blocks; ++block) {
+                barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
+                const StagedScales<Tile, kPromotion == kColumnScaled> staged(exchange, slot.stage);
+                staged.load(scales, work, params.shape.epilogue.cols, schedule.first_block + block, lane,
+                            exchange.barriers.full(slot.stage));
+                slot.advance();
+            }
         }
     }
 
@@ -149,8 +215,11 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
                 const BlockScales scales(params, work.batch);
                 const int m = work.m + self.row + self.warp_row() + lane / 4;
 #pragma unroll
-                for (int i = 0; i < Tile::ATOMS_M * 2; ++i) row[i / 2][i % 2] = scales.of_row(m + i / 2 * 64 + i % 2 * 8, 0);
-                held.load(scales, work.n, params.shape.epilogue.cols, lane, 0);
+                for (int i = 0; i < Tile::ATOMS_M * 2; ++i) {
+                    const float* from = scales.of_row(m + i / 2 * 64 + i % 2 * 8, 0);
+                    row[i / 2][i % 2] = scales.a == nullptr ? 1 : *from;
+                }
+                held.load(scales, work.n, params.shape.epilogue.cols, lane);
             }
         }
         __device__ Columns columns(int part, int col) const {

@@ -37,6 +37,8 @@ struct NoLowRank : NotSorted {
 // No scales but alpha, and one sum for all of K. scaling.cuh has others.
 struct NoScaling {
     static constexpr bool kPromotes = false;
+    static constexpr int LOADERS = 0, RELEASES = 1;  // lanes that load scales; arrivals that let a stage go
+    static constexpr __device__ int stage_bytes(int, int) { return 0; }  // of scales
     template <class T, class Out, int kActivation> using Epilogue = rawops::Epilogue<T, Out, kActivation>;
 
     template <class Epilogue>
@@ -104,7 +106,9 @@ struct HopperTile {
     static constexpr int LORA_B_AT = STAGES * STAGE_BYTES, STAGING_AT = LORA_B_AT + LowRank::RANK * SHARE * PARTS * 2;
     static constexpr int SLABS_AT = STAGING_AT + CONSUMERS * STAGING_BYTES;
     static constexpr int BARRIERS_AT = SLABS_AT + CONSUMERS * 4 * SLAB_BYTES;
-    static constexpr int GROUPS_AT = BARRIERS_AT + STAGES * 16 + 32;  // the table of the groups, if there are any
+    // If there are any, the table of the groups or the scales of each stage.
+    static constexpr int GROUPS_AT = BARRIERS_AT + STAGES * 16 + 32, SCALES_AT = GROUPS_AT;
+    static constexpr int SCALE_BYTES = Scaling::stage_bytes(BLOCK_M, BLOCK_N);
 
     static_assert(BLOCK_M == 64 || BLOCK_M == 128, "one or two atoms");
     static_assert(COLS % (16 * CLUSTER) == 0, "stmatrix stores 16 columns");

@@ -57,23 +57,13 @@ struct BlockScales {
           rows(params.shape.M),
           b_count(params.scales.b_count) {}
 
-    // Past the last row or column, the scale of that one.
-    __device__ float of_row(int m, int block) const {
-        if (a == nullptr) return 1;
-        return load(a + a_batch + min_of(m, rows - 1) * a_strides.row + block * a_strides.col);
+    // Where a scale is; past the last row or column, that of the last one.
+    __device__ const float* of_row(int m, int block) const {
+        return a + a_batch + min_of(m, rows - 1) * a_strides.row + block * a_strides.col;
     }
     // `index` is that of a column, or of 128 columns.
-    __device__ float of_column(int index, int block) const {
-        if (b == nullptr) return 1;
-        return load(b + b_batch + block * b_strides.row + min_of(index, b_count - 1) * b_strides.col);
-    }
-
-private:
-    // Stays where it is written: the compiler would start more loads at a time than there are registers for.
-    static __device__ float load(const float* from) {
-        float value;
-        asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
-        return value;
+    __device__ const float* of_column(int index, int block) const {
+        return b + b_batch + block * b_strides.row + min_of(index, b_count - 1) * b_strides.col;
     }
 };
 
