@@ -56,7 +56,7 @@ SM90 = spec_of(
     "gemm_8bit_sm90",
     {**_HOPPER_CHOICES, **_FINISH, "ping_pong": (False, True)},
     (_E4M3, "bfloat16", "bfloat16", 128, 256, 3, IN_PLACE, False, 0, PLAIN, False),
-    (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, PROMOTED, True, 0, PLAIN, False),
+    (_E4M3, "bfloat16", "bfloat16", 128, 176, 4, PROMOTED, True, 0, PLAIN, False),
     (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, BLOCK_SCALED, False, 0, PLAIN, False),
     (_E4M3, "float8_e4m3fn", "bfloat16", 128, 160, 5, PROMOTED, False, 2, DIRECT, False),
     (_E4M3, "float16", "float16", 64, 160, 6, COLUMN_SCALED, False, 0, STAGED, False),
@@ -130,6 +130,10 @@ class BytesProblem(HopperProblem):
         if ping_pong:
             return []
         widest = 128 if cluster > 1 else 192 if self.finish == PLAIN else 160  # with two sets of accumulators
+        if self.promotion == PROMOTED:
+            widest = min(widest, 176)  # which is faster than 192
+        if self.promotion == COLUMN_SCALED and self.parts == 2:
+            widest = min(widest, 128)
         return [width for width in range(step, widest + 1, step) if self._fits_blocks(width // self.parts)]
 
     def _fits_blocks(self, cols: int) -> bool:

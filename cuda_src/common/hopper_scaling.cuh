@@ -6,18 +6,18 @@
 
 namespace rawops {
 
-// sum = a @ b over the next k_blocks stages. The tensor cores' own sums, of about 14 bits, span SPAN of them.
+// sum = a @ b over the next k_blocks stages, each of which the tensor cores add up in their own 14 bits or so. The other
+// consumer keeps them busy while this one adds.
 template <class Tile>
-__device__ inline void multiply_in_spans(typename Tile::Accumulators& sum, RingPosition<Tile::STAGES>& slot,
+__device__ inline void multiply_promoted(typename Tile::Accumulators& sum, RingPosition<Tile::STAGES>& slot,
                                          int k_blocks, const Exchange<Tile>& exchange, const Consumer& self) {
-    constexpr int SPAN = 4;
 #pragma unroll
     for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] = 0;
 #pragma unroll 1
-    for (int done = 0; done < k_blocks; done += SPAN) {
+    for (int block = 0; block < k_blocks; ++block) {
         typename Tile::Accumulators part;
         typename Tile::LowRank::Accumulators none;
-        multiply_stages<Tile>(part, none, slot, min_of(k_blocks - done, SPAN), exchange, self);
+        multiply_stages<Tile>(part, none, slot, 1, exchange, self);
 #pragma unroll
         for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] += part[0][i];
     }
@@ -63,22 +63,56 @@ template <class Tile, bool kEveryColumn> struct StagedScales {
 
     __device__ StagedScales(const Exchange<Tile>& exchange, int stage)
         : rows(exchange.scales + stage * Tile::SCALE_BYTES), columns(rows + Tile::BLOCK_M * 4) {}
+};
 
-    // By a warp, for block `block` of K; `full` ends when they are there, too.
-    __device__ void load(const BlockScales& scales, const Work& work, int cols, int block, int lane,
-                         uint32_t full) const {
+// A lane of the warp that brings them, block after block: where in memory its first scales are.
+template <class Tile, bool kEveryColumn> struct ScaleLoader {
+    using Staged = StagedScales<Tile, kEveryColumn>;
+    static constexpr int COLUMN_STEPS = ceil_div(Staged::COUNT, kWarpSize);
+
+    const ScaledParams& params;
+    const float *a, *b[Tile::PARTS];
+    int rows, columns[Tile::PARTS], lane;  // that exist from the lane's first ones on
+
+    __device__ ScaleLoader(const ScaledParams& params_, const Work& work, int first_block, int lane_)
+        : params(params_), lane(lane_) {
+        const ScaleParams& scales = params.scales;
+        const int m = work.m + lane;
+        rows = params.shape.M - m;
+        a = scales.a + scales.a_strides.offset(work.batch) + m * scales.a_strides.row +
+            first_block * scales.a_strides.col;
+#pragma unroll
+        for (int part = 0; part < Tile::PARTS; ++part) {
+            const int n = work.n + part * params.shape.epilogue.cols;
+            const int index = (kEveryColumn ? n : n / kScaleBlock) + lane;
+            columns[part] = scales.b_count - index;
+            b[part] = scales.b + scales.b_strides.offset(work.batch) + index * scales.b_strides.col +
+                      first_block * scales.b_strides.row;
+        }
+    }
+
+    // Those of the next block; `full` ends when they are there, too. What does not exist becomes 0 and is not read.
+    __device__ void load(const Staged& staged, uint32_t full) {
+        const ScaleParams& scales = params.scales;
         if (scales.a != nullptr) {
-#pragma unroll 1
-            for (int i = lane; i < Tile::BLOCK_M; i += kWarpSize) {
-                cp_async<4>(rows + i * 4, scales.of_row(work.m + i, block), 4);
+            const float* from = a;
+#pragma unroll
+            for (int i = 0; i < Tile::BLOCK_M; i += kWarpSize, from += kWarpSize * scales.a_strides.row) {
+                cp_async<4>(staged.rows + (i + lane) * 4, from, i < rows ? 4 : 0);
             }
+            a += scales.a_strides.col;
         }
         if (scales.b != nullptr) {
-#pragma unroll 1
-            for (int i = lane; i < COUNT * Tile::PARTS; i += kWarpSize) {
-                const int n = work.n + i / COUNT * cols;
-                const int index = kEveryColumn ? n + i % COUNT : n / kScaleBlock + i % COUNT;
-                cp_async<4>(columns + i * 4, scales.of_column(index, block), 4);
+#pragma unroll
+            for (int part = 0; part < Tile::PARTS; ++part) {
+                const float* from = b[part];
+#pragma unroll 2
+                for (int i = 0; i < COLUMN_STEPS; ++i, from += kWarpSize * scales.b_strides.col) {
+                    const int column = i * kWarpSize + lane;
+                    const uint32_t to = staged.columns + (part * Staged::COUNT + column) * 4;
+                    if (column < Staged::COUNT) cp_async<4>(to, from, i * kWarpSize < columns[part] ? 4 : 0);
+                }
+                b[part] += scales.b_strides.row;
             }
         }
         barrier_arrive_after_copies(full);
@@ -166,7 +200,7 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
                                     const Exchange<Tile>& exchange, const Consumer& self) {
         static_assert(!Tile::kPingPong, "the consumers overlap without turns");
         if constexpr (kPromotion == kPromoted) {
-            multiply_in_spans<Tile>(sum, slot, k_blocks, exchange, self);
+            multiply_promoted<Tile>(sum, slot, k_blocks, exchange, self);
         } else {
             multiply_scaled<Tile, kPromotion == kColumnScaled>(sum, BlockScales(params, work.batch), work,
                                                                params.shape.epilogue.cols, slot, k_blocks, exchange,
@@ -189,13 +223,11 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
 #pragma unroll 1
         for (int index = schedule.first; index < schedule.count; index += schedule.step) {
             const Work work = schedule.at(index);
-            const BlockScales scales(params, work.batch);
+            ScaleLoader<Tile, kPromotion == kColumnScaled> loader(params, work, schedule.first_block, lane);
 #pragma unroll 1
             for (int block = 0; block < schedule.k_blocks; ++block) {
                 barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
-                const StagedScales<Tile, kPromotion == kColumnScaled> staged(exchange, slot.stage);
-                staged.load(scales, work, params.shape.epilogue.cols, schedule.first_block + block, lane,
-                            exchange.barriers.full(slot.stage));
+                loader.load({exchange, slot.stage}, exchange.barriers.full(slot.stage));
                 slot.advance();
             }
         }
