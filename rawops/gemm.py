@@ -125,7 +125,7 @@ def gemm(
     not read. Contiguous along K with rows on 16-byte boundaries is what the kernels take: other operands are copied so
     into a workspace first.
 
-    The tensor cores of Hopper add float8 products with about 14 bits. So sums over parts of K are added up in float32
+    The tensor cores of Hopper add float8 products with about 14 bits. So sums over 128 of K are added up in float32
     outside, for a few per cent of the time, which ``precision="fast"`` spares. (DeepSeek-V3, arXiv:2412.19437, 3.3.2.)
 
     With `b_dtype`, `a` is float16 or bfloat16 and `b` is uint8 (K // 2, N): the low half of byte (i, n) is element
