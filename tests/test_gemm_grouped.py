@@ -77,9 +77,7 @@ def test_dtypes(device, rng, dtype, precision):
     check(device, a, b, offsets, precision=precision)
 
 
-@pytest.mark.parametrize(
-    "dtype, layouts", [*itertools.product(("float16", "float32"), LAYOUTS), ("float64", LAYOUTS[2])]
-)
+@pytest.mark.parametrize("dtype, layouts", [*((dtype, x) for dtype in ("float16", "float32") for x in LAYOUTS[1:3])])
 def test_layouts(device, rng, layouts, dtype):
     """Groups begin at odd rows, so those of a column-major a lie on no boundary; neither do rows of 19 or 13."""
     offsets = offsets_of(5, 38, 0, 9, dtype="int64")
@@ -131,15 +129,14 @@ def test_strided_offsets_and_a_shared_b(device, rng):
 # --- Hopper ---------------------------------------------------------------------------------------------------------
 
 TILES = [
-    {"block_n": 64},
-    {"block_n": 128, "ping_pong": True, "stages": 3},
-    {"block_n": 192, "block_m": 64},
-    {"block_n": 256, "block_m": 64, "ping_pong": True},
+    ({"block_n": 64}, "row"),
+    ({"block_n": 128, "ping_pong": True, "stages": 3}, "col"),
+    ({"block_n": 192, "block_m": 64}, "row"),
+    ({"block_n": 208, "block_m": 64, "ping_pong": True}, "col"),
 ]
 
 
-@pytest.mark.parametrize("order_b", ["row", "col"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile, order_b", TILES, ids=str)
 def test_hopper_tiles(hopper, force, rng, tile, order_b):
     """Two blocks walk over many tiles; groups end inside, at and beyond the edges of tiles and of their halves."""
     force(**tile)
@@ -162,11 +159,11 @@ def test_hopper_leaves_column_major_tokens_to_another_kernel(hopper, rng):
     assert not hopper.report or ran_on_hopper(hopper, "gemm_grouped_sm80")
 
 
-@pytest.mark.parametrize("activation, bias_shape", [(None, "groups"), ("gelu", "shared"), ("swiglu", "groups")])
+@pytest.mark.parametrize("activation, bias_shape", [(None, "groups"), ("relu", "shared"), ("swiglu", "groups")])
 def test_epilogue(device, hopper, force, rng, activation, bias_shape):
     force(128)
-    offsets = offsets_of(67, 0, 30, first=2)
-    M, N, K = 101, 80, 40
+    offsets = offsets_of(67, 0, 5, first=2)
+    M, N, K = 76, 48, 40
     for where, dtype, out_dtypes in ((hopper, "float16", ("float16", "float32")), (device, "float32", ("float32",))):
         a, b, c = (rng.standard_normal(s).astype(dtype) for s in ((M, K), (3, K, N), (M, N)))
         bias = rng.standard_normal((3, N) if bias_shape == "groups" else N).astype(dtype)
