@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from rawops import _attention_config as config
+from rawops import _attention_sm90
 from rawops import config as settings
 from rawops._attention_config import SIMT, SM80, Problem
 from rawops._attention_merge import merge_parts
@@ -50,6 +51,20 @@ class OneKernel:
     def run(self, addresses: list) -> None:
         params = config.CALL.pack(*addresses, 0, 0) + self.shape
         self.kernel.launch(self.grid, (self.threads, 1, 1), (params,), self.shared_bytes)
+
+
+@dataclass(frozen=True)
+class OnHopper:
+    """Attention in one launch of the Hopper kernel."""
+
+    plan: _attention_sm90.Plan
+    shape: bytes
+    counter: Callable[[], tuple]
+
+    def run(self, addresses: list) -> None:
+        params = config.CALL.pack(*addresses, 0, 0) + self.shape
+        _kept, taken = self.counter() if self.plan.wants_counter else (None, 0)
+        self.plan.run(*addresses[:3], params, taken)
 
 
 @dataclass(frozen=True)
@@ -196,6 +211,15 @@ class Attention:
                 self.workspaces[key] = found
         return (found, *(device.pointer(x) for x in found))
 
+    def counter(self, device) -> tuple:
+        """Return a zero that kernels count with and leave as it was, and its address; kept like a workspace."""
+        found = None if self.workspaces is None else self.workspaces.get(device)
+        if found is None:
+            found = device.zero()
+            if self.workspaces is not None:
+                self.workspaces[device] = found
+        return found, device.pointer(found)
+
     # How a call is prepared.
 
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
@@ -223,6 +247,10 @@ class Attention:
         access = min(access_of(named[name], address) for name, address in zip("qkv", addresses, strict=False))
         problem = problem_of(named, sizes, options, access)
         chosen = config.select_config(problem, device.sm_count, device.max_shared_bytes, options.num_splits)
+        if options.num_splits in (None, 1):
+            hopper = self._on_hopper(device, named, addresses, sizes, problem, chosen.splits)
+            if hopper is not None:
+                return hopper
         if chosen.splits == 1:
             return self._one_kernel(device, named, sizes, problem, chosen, addresses[_OUT])
         shape = (chosen.splits, *sizes.out)
@@ -236,6 +264,28 @@ class Attention:
         if out is not None:
             return strides_of(self.function, "out", out, sizes.axes)
         return dense(sizes.out, sizes.axes)
+
+    def _on_hopper(
+        self, device, named: dict, addresses: list, sizes: Sizes, problem: Problem, splits: int
+    ) -> OnHopper | None:
+        """Return the launch of the Hopper kernel, where it is the one to run."""
+        strides = {name: strides_of(self.function, name, named[name], sizes.axes) for name in "qkv"}
+        strides["out"] = self._out_strides(named, sizes)
+        shapes = {"out": sizes.out} | {name: named[name].shape for name in "qkv"}
+        views = {
+            name: _attention_sm90.View(
+                (1,) * (4 - len(shapes[name])) + tuple(shapes[name]), strides[name], address % 16
+            )
+            for name, address in zip(ROLES, addresses[: _OUT + 1], strict=False)
+        }
+        if not _attention_sm90.supports(device, problem, views, splits):
+            return None
+        plan = _attention_sm90.plan(device, problem, views)
+        fields = shape_fields(self.function, named, sizes, problem, self.options)
+        fields |= {"packed": 1, "row_tiles": plan.row_tiles, "splits": 1}
+        fields |= {f"out_{axis}": s for axis, s in zip(AXES, strides["out"], strict=True)}
+        shape = config.SHAPE.pack(*(fields.get(name, 0) for name in config.SHAPE.fields))
+        return OnHopper(plan, shape, functools.partial(self.counter, device))
 
     def _one_kernel(self, device, named: dict, sizes: Sizes, problem: Problem, chosen, address: int) -> OneKernel:
         is_partial = chosen.splits > 1

@@ -132,6 +132,21 @@ __device__ inline void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Copies whole chunks of 16 bytes to shared memory; it counts at the barrier like a box.
+__device__ inline void bulk_load(uint32_t destination, const void* source, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     destination),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// Adds float32 from shared memory to what is there, in the thread's group of stores.
+__device__ inline void bulk_add(float* destination, uint32_t source, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
+                 "r"(source), "r"(bytes)
+                 : "memory");
+}
+
 // --- warpgroups -----------------------------------------------------------------------------------------------------
 
 // Every warp of a warpgroup calls it; needs __launch_bounds__ with one block an SM.
@@ -142,9 +157,39 @@ template <int COUNT> __device__ inline void claim_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// A number that is the same in all lanes, now in a register that the warp has once.
+__device__ inline int uniform(int number) {
+    int same;
+    asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(same) : "r"(number));
+    return same;
+}
+
 // A barrier of COUNT threads, whole warps. ID 0 is that of __syncthreads(); an ID in a register would take all sixteen.
 template <int ID, int COUNT = kWarpGroupSize> __device__ inline void sync_group() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
+
+// Barriers 1 to 15 by number, for blocks that have an SM to themselves. Who only arrives does not wait.
+template <int COUNT> __device__ inline void sync_group(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+// The same, and tells every thread whether some thread has a value other than 0.
+template <int COUNT> __device__ inline bool sync_group_or(int id, uint32_t value) {
+    uint32_t any;
+    asm volatile(
+        "{\n"
+        ".reg .pred in, out;\n"
+        "setp.ne.u32 in, %3, 0;\n"
+        "bar.red.or.pred out, %1, %2, in;\n"
+        "selp.u32 %0, 1, 0, out;\n"
+        "}"
+        : "=r"(any)
+        : "r"(id), "n"(COUNT), "r"(value)
+        : "memory");
+    return any;
+}
+template <int COUNT> __device__ inline void arrive_group(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
 }
 
 // --- clusters -------------------------------------------------------------------------------------------------------
@@ -177,6 +222,27 @@ __device__ inline void load_from_rank(float (&values)[4], uint32_t address, int 
         : "memory");
 }
 
+__device__ inline uint32_t load_word(uint32_t address) {
+    uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+__device__ inline void store_word(uint32_t address, uint32_t word) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+__device__ inline uint4 load_quad(uint32_t address) {
+    uint4 words;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(address)
+                 : "memory");
+    return words;
+}
+__device__ inline float2 load_pair(uint32_t address) {
+    float2 pair;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
+    return pair;
+}
 __device__ inline void store_shared(uint32_t address, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
@@ -207,6 +273,10 @@ __device__ inline uint32_t pack(__nv_bfloat162 pair) { return *reinterpret_cast<
 template <class T> __device__ inline uint32_t narrow_pair(float low, float high) {
     if constexpr (is_same<T, __half>) return pack(__floats2half2_rn(low, high));
     else return pack(__floats2bfloat162_rn(low, high));
+}
+template <class T> __device__ inline float2 widen_pair(uint32_t pair) {
+    if constexpr (is_same<T, __half>) return __half22float2(*reinterpret_cast<__half2*>(&pair));
+    else return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
 
 }  // namespace rawops

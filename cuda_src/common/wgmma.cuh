@@ -55,24 +55,31 @@ __device__ inline const float (&four(const float* d))[4] { return *reinterpret_c
 // d += a @ b (d = a @ b with accumulate == 0) for one step of 16 along K. d[4 * j + i] of lane l in warp w of the group
 // is row 16 * w + l / 4 + i / 2 * 8 and column 8 * j + l % 4 * 2 + i % 2. The instruction names every register, so each
 // N needs a text of its own; what is not an accumulator comes first, as an output, so that its number does not depend
-// on N, and two operands come last.
+// on N, and what else there is comes last.
 template <int N> struct Wgmma;
 
-#define RAWOPS_WGMMA(N, LAST, ONE_MORE)                                                                               \
+#define RAWOPS_WGMMA(N, FIRST, SECOND, THIRD, FOURTH)                                                                 \
     template <> struct Wgmma<N> {                                                                                     \
         template <class T, bool kAKMajor, bool kBKMajor>                                                              \
         static __device__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t accumulate) {             \
-            if constexpr (is_same<T, __half>) RAWOPS_WGMMA_OF("f16", N, LAST, ONE_MORE)                               \
-            else RAWOPS_WGMMA_OF("bf16", N, LAST, ONE_MORE)                                                           \
+            if constexpr (is_same<T, __half>) RAWOPS_WGMMA_OF("f16", N, FIRST, SECOND)                                \
+            else RAWOPS_WGMMA_OF("bf16", N, FIRST, SECOND)                                                            \
         }                                                                                                             \
         /* d += a @ b for 8 along K of TF32, K-major. a: row l / 4 and l / 4 + 8 at k l % 4, then at l % 4 + 4. */    \
         static __device__ void multiply(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {                      \
             uint32_t first = a[0], second = a[1];                                                                     \
             asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                   \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" RAWOPS_P##N                      \
-                         "}, {%1, %2, " LAST ", " ONE_MORE "}, %0, p, 1, 1;\n}"                                       \
+                         "}, {%1, %2, " FIRST ", " SECOND "}, %0, p, 1, 1;\n}"                                        \
                          : "+l"(b), "+r"(first), "+r"(second), RAWOPS_V##N                                            \
                          : "r"(a[2]), "r"(a[3]));                                                                     \
+        }                                                                                                             \
+        /* The same of 16 bits, a in registers as an accumulator narrows to it. */                                    \
+        template <class T, bool kBKMajor>                                                                             \
+        static __device__ void multiply(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t accumulate) { \
+            uint32_t first = a[0];                                                                                    \
+            if constexpr (is_same<T, __half>) RAWOPS_WGMMA_FROM("f16", N, FIRST, SECOND, THIRD, FOURTH)               \
+            else RAWOPS_WGMMA_FROM("bf16", N, FIRST, SECOND, THIRD, FOURTH)                                           \
         }                                                                                                             \
     };
 #define RAWOPS_WGMMA_OF(TYPE, N, TRANS_A, TRANS_B)                                                                    \
@@ -81,6 +88,12 @@ template <int N> struct Wgmma;
                  "}, %0, %1, p, 1, 1, " TRANS_A ", " TRANS_B ";\n}"                                                   \
                  : "+l"(a), "+l"(b), "+r"(accumulate), RAWOPS_V##N                                                    \
                  : "n"(int(!kAKMajor)), "n"(int(!kBKMajor)));
+#define RAWOPS_WGMMA_FROM(TYPE, N, SECOND, THIRD, FOURTH, TRANS_B)                                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n"                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" RAWOPS_P##N                     \
+                 "}, {%2, " SECOND ", " THIRD ", " FOURTH "}, %0, p, 1, 1, " TRANS_B ";\n}"                           \
+                 : "+l"(b), "+r"(accumulate), "+r"(first), RAWOPS_V##N                                                \
+                 : "r"(a[1]), "r"(a[2]), "r"(a[3]), "n"(int(!kBKMajor)));
 #define RAWOPS_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define RAWOPS_D8(i) RAWOPS_D(i), RAWOPS_D(i + 4)
 
@@ -117,22 +130,22 @@ template <int N> struct Wgmma;
 #define RAWOPS_P256 RAWOPS_P240 ", %123, %124, %125, %126, %127, %128, %129, %130"
 #define RAWOPS_V256 RAWOPS_V240, RAWOPS_D8(120)
 
-RAWOPS_WGMMA(16, "%11", "%12")
-RAWOPS_WGMMA(32, "%19", "%20")
-RAWOPS_WGMMA(48, "%27", "%28")
-RAWOPS_WGMMA(64, "%35", "%36")
-RAWOPS_WGMMA(80, "%43", "%44")
-RAWOPS_WGMMA(96, "%51", "%52")
-RAWOPS_WGMMA(112, "%59", "%60")
-RAWOPS_WGMMA(128, "%67", "%68")
-RAWOPS_WGMMA(144, "%75", "%76")
-RAWOPS_WGMMA(160, "%83", "%84")
-RAWOPS_WGMMA(176, "%91", "%92")
-RAWOPS_WGMMA(192, "%99", "%100")
-RAWOPS_WGMMA(208, "%107", "%108")
-RAWOPS_WGMMA(224, "%115", "%116")
-RAWOPS_WGMMA(240, "%123", "%124")
-RAWOPS_WGMMA(256, "%131", "%132")
+RAWOPS_WGMMA(16, "%11", "%12", "%13", "%14")
+RAWOPS_WGMMA(32, "%19", "%20", "%21", "%22")
+RAWOPS_WGMMA(48, "%27", "%28", "%29", "%30")
+RAWOPS_WGMMA(64, "%35", "%36", "%37", "%38")
+RAWOPS_WGMMA(80, "%43", "%44", "%45", "%46")
+RAWOPS_WGMMA(96, "%51", "%52", "%53", "%54")
+RAWOPS_WGMMA(112, "%59", "%60", "%61", "%62")
+RAWOPS_WGMMA(128, "%67", "%68", "%69", "%70")
+RAWOPS_WGMMA(144, "%75", "%76", "%77", "%78")
+RAWOPS_WGMMA(160, "%83", "%84", "%85", "%86")
+RAWOPS_WGMMA(176, "%91", "%92", "%93", "%94")
+RAWOPS_WGMMA(192, "%99", "%100", "%101", "%102")
+RAWOPS_WGMMA(208, "%107", "%108", "%109", "%110")
+RAWOPS_WGMMA(224, "%115", "%116", "%117", "%118")
+RAWOPS_WGMMA(240, "%123", "%124", "%125", "%126")
+RAWOPS_WGMMA(256, "%131", "%132", "%133", "%134")
 
 // The step that a type has, 32 bytes along K; wgmma_8bit.cuh adds those of bytes.
 template <class T, int N, bool kAKMajor, bool kBKMajor> struct WgmmaAtom {

@@ -110,6 +110,17 @@ class CudaDevice:
         finally:
             self.set_current(current)
 
+    def zero(self):
+        """Allocate one int32 of 0, on the current stream of this device."""
+        found = self.empty((1,), np.dtype(np.int32))
+        current = self.get_current()
+        self.set_current(self.ordinal)
+        try:
+            found.fill(0)
+        finally:
+            self.set_current(current)
+        return found
+
     def bind_context(self) -> None:
         """Give this thread its CUDA context, which the runtime does by itself and the driver does not."""
         self.set_current(self.get_current())
@@ -257,6 +268,12 @@ class EmulatedDevice:
         buffer = np.full(size + 256, 0xFF, np.uint8)
         start = -buffer.ctypes.data % 256  # the alignment of CuPy's pool
         return buffer[start : start + size].view(dtype).reshape(shape)
+
+    def zero(self):
+        """Allocate one int32 of 0."""
+        found = self.empty((1,), np.int32)
+        found.fill(0)
+        return found
 
     def load(self, compiled: compiler.Compiled) -> EmulatedFunction:
         """Decode a compiled instance."""

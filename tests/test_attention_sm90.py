@@ -1,0 +1,280 @@
+"""The Hopper kernel of attention: head sizes, masks, edges, layouts, orders of completion, the choice of tiles."""
+
+import dataclasses
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hopper_gemm import ran_on_hopper
+
+import rawops
+from rawops import _attention_sm90 as sm90
+from rawops._attention_config import UNLIMITED, Problem
+from rawops.attention import FlashAttention, flash_attention, flash_attention_varlen
+from rawops.testing import has_gpu, references
+from rawops.testing.tolerances import assert_close
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype("float16")
+ROUNDOFFS = {"float16": 2**13, "bfloat16": 2**16}  # of the weights
+MAX_SHARED_BYTES = 232448
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Fix the keys of a tile and the number of blocks: few blocks walk over many tiles, short rings wrap often."""
+
+    def fix(block_n: int, blocks: int = 2, section: int = 1, counter: bool = True, **changes) -> None:
+        def chosen(problem):
+            return dataclasses.replace(select(problem), block_n=block_n, section=section, **changes)
+
+        def planned(*arguments):
+            found = plan(*arguments)
+            return dataclasses.replace(found, grid=(min(blocks, found.grid[0]), 1, 1), wants_counter=counter)
+
+        select, plan = sm90.select_config, sm90.plan
+        monkeypatch.setattr(sm90, "select_config", chosen)
+        monkeypatch.setattr(sm90, "plan", planned)
+
+    return fix
+
+
+def operands(rng, B=1, Sq=70, Sk=70, Hq=1, Hkv=1, D=64, Dv=None, dtype=FLOAT16) -> tuple:
+    shapes = (B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv or D)
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+
+
+def in_nan(device, x: np.ndarray):
+    """x with rows on 16-byte boundaries, surrounded by NaN."""
+    room = np.full((*x.shape[:1], x.shape[1] + 2, x.shape[2] + 1, -(-x.shape[3] // 8) * 8 + 16), np.nan, x.dtype)
+    room[:, 1:-1, 1:, 8 : 8 + x.shape[3]] = x
+    return device.put(room)[:, 1:-1, 1:, 8 : 8 + x.shape[3]]
+
+
+def check(device, inputs: tuple, **options) -> None:
+    """Compare with the reference; the output lies between guard bands, the operands in NaN."""
+    q, k, v = inputs
+    out = device.guarded((*q.shape[:-1], v.shape[-1]), q.dtype)
+    _, lse = flash_attention(*(in_nan(device, x) for x in inputs), **options, return_lse=True, out=out)
+    assert ran_on_hopper(device, "attention_sm90")
+    want, want_lse = references.attention(q, k, v, **options)
+    magnitude, _ = references.attention(q, k, np.abs(v.astype(np.float64)), **options)
+    assert_close(device.get(out), want, q.dtype, k=ROUNDOFFS[q.dtype.name], magnitude=magnitude)
+    largest = np.max(np.abs(want_lse), where=np.isfinite(want_lse), initial=10.0)
+    assert_close(device.get(lse), want_lse, np.float32, k=64, magnitude=largest)
+
+
+HEADS = [(64, 64, 64), (96, 96, 48), (128, 128, 64), (192, 128, 48), (256, 256, 80), (40, 72, 16), (64, 192, 112)]
+
+
+@pytest.mark.parametrize(("D", "Dv", "block_n"), HEADS)
+def test_head_sizes(hopper, force, rng, D, Dv, block_n):
+    """All widths of boxes, and heads that end inside one."""
+    force(block_n)
+    dtype = BFLOAT16 if D % 128 == 0 else FLOAT16
+    check(hopper, operands(rng, Sq=70, Sk=100, D=D, Dv=Dv, dtype=dtype), causal=True)
+
+
+MASKS = {
+    "none": (66, 70, {}),
+    "causal": (200, 200, {"causal": True}),
+    "causal, more keys": (66, 200, {"causal": True}),
+    "causal, rows without keys": (200, 70, {"causal": True}),
+    "window": (130, 260, {"window": (100, 5)}),
+    "narrow window": (200, 200, {"window": (3, 0)}),
+    "right only": (70, 130, {"window": (None, 40)}),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(hopper, force, rng, mask):
+    """Blocks of keys that are skipped, cut and whole, from either side; three blocks take several tiles each."""
+    Sq, Sk, options = MASKS[mask]
+    force(64, blocks=3, section=2)
+    check(hopper, operands(rng, B=2, Sq=Sq, Sk=Sk), **options)
+
+
+@pytest.mark.parametrize(("consumers", "turns", "stages"), [(2, True, 3), (2, False, 2), (3, True, 2)])
+def test_consumers(hopper, force, rng, consumers, turns, stages):
+    """Without the counter, blocks go there and back over the tiles."""
+    force(48, consumers=consumers, turns=turns, stages=stages, counter=False)
+    check(hopper, operands(rng, B=3, Sq=130, Sk=140, dtype=BFLOAT16), causal=True)
+
+
+def test_places(hopper, force):
+    """Queries of zero and v[j] = j spell out what is seen: the mean of the places, and their number."""
+    force(64)
+    Sq, Sk = 150, 170
+    q, k = np.zeros((1, Sq, 1, 64), FLOAT16), np.ones((1, Sk, 1, 64), FLOAT16)
+    v = np.broadcast_to(np.arange(Sk)[:, None, None], (1, Sk, 1, 64)).astype(FLOAT16)
+    out, lse = flash_attention(*map(hopper.put, (q, k, v)), window=(9, 3), return_lse=True)
+    place = np.arange(Sq)[:, None] + Sk - Sq
+    seen = (np.arange(Sk) >= place - 9) & (np.arange(Sk) <= place + 3)
+    np.testing.assert_allclose(hopper.get(out)[0, :, 0, 0], seen @ np.arange(Sk) / seen.sum(1), rtol=2**-10)
+    np.testing.assert_allclose(np.exp(hopper.get(lse)[0, 0]), seen.sum(1), rtol=1e-5)
+
+
+def test_heads_of_groups(hopper, force, rng):
+    """Every query head with its own KV head, three to one; out of head h is that head's number."""
+    force(64, blocks=3, section=3)
+    q, k, v = operands(rng, Sq=66, Sk=66, Hq=6, Hkv=2)
+    check(hopper, (q, k, v))
+    v[:] = np.arange(2)[:, None]
+    out = hopper.get(flash_attention(*map(hopper.put, (q, k, v))))
+    np.testing.assert_array_equal(out[0, 0, :, 0], [0, 0, 0, 1, 1, 1])
+
+
+@pytest.mark.parametrize(("D", "dtype", "scale"), [(64, FLOAT16, 700.0), (64, BFLOAT16, 0.3), (256, FLOAT16, 0.3)])
+def test_growing_scores(hopper, force, rng, D, dtype, scale):
+    """Maxima that rise from block to block, by little and by much: earlier weights are brought to the new one."""
+    force(48)
+    q, k, v = operands(rng, Sq=66, Sk=200, D=D, dtype=dtype)
+    k *= np.linspace(4, 0.1, 200)[:, None, None].astype(dtype)  # the last keys come first
+    q *= dtype.type(0.5)
+    check(hopper, (q, k, v), softmax_scale=scale)
+
+
+@pytest.mark.parametrize("score", [-2e5, 2e5])
+def test_far_scores(hopper, rng, score):
+    """The weight of the only key is 1 to the bit, however large its score."""
+    q, k, v = operands(rng, Sq=70, Sk=70)
+    q[:], k[:] = 0, 0
+    q[..., 0], k[..., 0] = 16, np.copysign(16, score)
+    out = flash_attention(*map(hopper.put, (q, k, v)), causal=True, softmax_scale=abs(score) / 256)
+    assert ran_on_hopper(hopper, "attention_sm90")
+    np.testing.assert_array_equal(hopper.get(out)[:, 0], v[:, 0])
+
+
+HIDDEN = {
+    "causal": (130, 130, {"causal": True}, (100, 3)),
+    "window": (70, 200, {"window": (40, 10)}, (100, 195)),
+    "last": (70, 70, {"causal": True}, (69, 69)),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_values_that_are_not_finite(hopper, force, rng, name):
+    """They reach the rows that see them, and change nothing in the others, to the bit."""
+    Sq, Sk, options, (nan_at, inf_at) = HIDDEN[name]
+    force(64, blocks=1)
+    q, k, v = operands(rng, Sq=Sq, Sk=Sk)
+    v[0, nan_at, 0, 5] = v[0, inf_at, 0, 7] = 0
+    clean = hopper.get(flash_attention(*map(hopper.put, (q, k, v)), **options)).astype(float)
+    v[0, nan_at, 0, 5], v[0, inf_at, 0, 7] = np.nan, np.inf
+    got = hopper.get(flash_attention(*map(hopper.put, (q, k, v)), **options)).astype(float)
+    _, lse = references.attention(q, k, np.zeros_like(v), **options)
+    place, right = np.arange(Sq) + Sk - Sq, options.get("window", (None, 0))[1]
+    left = options.get("window", (Sk, 0))[0]
+    for column, key, value in ((5, nan_at, np.nan), (7, inf_at, np.inf)):
+        clean[0, (key >= place - left) & (key <= place + right), 0, column] = value
+    np.testing.assert_array_equal(got, clean)
+    assert np.isfinite(lse).any()
+
+
+def test_slices_of_packed_projections(hopper, rng):
+    """q, k and v as slices of one array, three sequences: every one of them right."""
+    packed = rng.standard_normal((3, 66, 6, 64)).astype(FLOAT16)
+    q, k, v = (hopper.put(packed)[:, :, heads] for heads in (slice(0, 4), slice(4, 5), slice(5, 6)))
+    out = flash_attention(q, k, v, causal=True)
+    assert ran_on_hopper(hopper, "attention_sm90")
+    want, _ = references.attention(*(packed[:, :, h] for h in (slice(0, 4), slice(4, 5), slice(5, 6))), causal=True)
+    assert_close(hopper.get(out), want, FLOAT16, k=2**13, magnitude=4.0)
+
+
+LENGTHS = {"ragged": ([3, 1, 0, 70], [9, 0, 4, 100]), "equal": ([66, 66], [64, 64])}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("stated", [True, False])
+def test_sequences_of_differing_lengths(hopper, force, rng, lengths, stated):
+    """Packed one after another in NaN: keys of a neighbour stay out, rows past the last one are zeros."""
+    force(64, blocks=3)
+    lengths_q, lengths_k = LENGTHS[lengths]
+    bounds = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k)]
+    q, k, v = (np.full((bounds[i][-1] + 7, heads, 64), np.nan, FLOAT16) for i, heads in ((0, 2), (1, 1), (1, 1)))
+    for x in (q, k, v):
+        x[:-7] = rng.standard_normal(x[:-7].shape)
+    most = [max(n) if stated else 65 for n in (lengths_q, lengths_k)]
+    arrays = map(hopper.put, (q, k, v, *bounds))
+    out, lse = map(hopper.get, flash_attention_varlen(*arrays, *most, causal=True, return_lse=True))
+    assert ran_on_hopper(hopper, "attention_sm90")
+    for b in range(len(lengths_q)):
+        rows, keys = slice(*bounds[0][b : b + 2]), slice(*bounds[1][b : b + 2])
+        want, want_lse = references.attention(q[None, rows], k[None, keys], v[None, keys], causal=True)
+        assert_close(out[rows], want[0], FLOAT16, k=2**13, magnitude=4.0)
+        assert_close(lse[:, rows], want_lse[0], np.float32, k=64, magnitude=10.0)
+    assert (out[bounds[0][-1] :] == 0).all() and (lse[:, bounds[0][-1] :] == -np.inf).all()
+
+
+def test_plan_counts_anew_each_time(hopper, force, rng):
+    """Blocks take tiles from a counter, which is 0 again for the next call of the same plan."""
+    force(64, blocks=2)
+    inputs = operands(rng, B=3, Sq=66, Sk=66)
+    attend = FlashAttention(causal=True)
+    results = [hopper.get(attend(*map(hopper.put, inputs))) for _ in range(3)]
+    want, _ = references.attention(*inputs, causal=True)
+    for out in results:
+        assert_close(out, want, FLOAT16, k=2**13, magnitude=4.0)
+
+
+@pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_any_order_of_completion(force, rng, consumers):
+    """Copies and products that land late, early or with the warps in another order: the same bits."""
+    force(48, consumers=consumers)
+    inputs, results = operands(rng, B=3, Sq=66, Sk=100), []
+    for completion in ("late", "early", "random"):
+        with rawops.emulate(arch="sm_90a", completion=completion, seed=2) as emu:
+            results.append(flash_attention(*inputs, causal=True))
+        assert "attention_sm90" in emu.report[0].kernel
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0].view(np.uint16), other.view(np.uint16))
+
+
+# --- what runs elsewhere, and the choice of tiles -------------------------------------------------------------------
+
+
+def test_what_the_kernel_cannot_do_runs_elsewhere(rng):
+    """Scores of another kind, rows that TMA cannot read, odd heads, few rows, a given split: the same answer."""
+    q, k, v = operands(rng)
+    odd = np.zeros((1, 70, 1, 65), FLOAT16)[..., :64]
+    odd[...] = q
+    calls = [
+        ((q, k, v), {"softcap": 2.0}),
+        ((q, k, v), {"softmax_scale": -0.5}),
+        ((odd, k, v), {}),
+        ((q[..., :60], k[..., :60], v), {}),
+        ((q[:, :64], k, v), {}),
+        ((q, k, v), {"num_splits": 2}),
+    ]
+    with rawops.emulate(arch="sm_90a") as emu:
+        for inputs, options in calls:
+            count = len(emu.report)
+            out = flash_attention(*inputs, **options)
+            assert not any("attention_sm90" in run.kernel for run in emu.report[count:])
+            want, _ = references.attention(*inputs, **{n: x for n, x in options.items() if n != "num_splits"})
+            assert_close(out, want, FLOAT16, k=2**13, magnitude=4.0)
+
+
+def test_every_choice_fits():
+    for D, Dv, right in itertools.product((8, 64, 96, 128, 136, 256), (40, 64, 128, 192), (0, UNLIMITED)):
+        for dtype, Sk in itertools.product(("float16", "bfloat16"), (1, 4096, 1 << 20)):
+            problem = Problem(dtype, 2, 4096, Sk, 32, 8, D, Dv, window_right=right)
+            config = sm90.select_config(problem)
+            assert config.shared_bytes <= MAX_SHARED_BYTES
+            assert config.section % problem.group == 0
+            for name, values in sm90.SM90.choices.items():
+                assert getattr(config, name, dtype) in values
+
+
+def test_heads_of_a_section_fit_the_l2():
+    config = sm90.select_config(Problem("bfloat16", 2, 8192, 8192, 32, 32, 128, 128, window_right=0))
+    assert config.section == 8  # of 4 MB each
+
+
+def test_long_rows_take_wide_blocks_of_keys():
+    def block_n(length, right=UNLIMITED):
+        return sm90.select_config(Problem("bfloat16", 1, length, length, 32, 32, 128, 128, window_right=right)).block_n
+
+    assert (block_n(1024), block_n(8192), block_n(8192, 0)) == (128, 176, 128)
