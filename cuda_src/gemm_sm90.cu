@@ -1,4 +1,5 @@
-// GEMM on the tensor cores of Hopper (wgmma): float16 and bfloat16 operands that TMA can read, in any of the layouts.
+// GEMM on the tensor cores of Hopper (wgmma): float16 and bfloat16 operands that TMA can read, in any of the layouts, and
+// float32 ones that are contiguous along K, rounded to TF32.
 // hopper_gemm.cuh tells how it runs.
 //
 // Blocks without a cluster have a kernel of their own: as clusters of one they are placed on other SMs, and a large

@@ -349,7 +349,7 @@ class Product:
     def _split_on_hopper(self, request: Request, described: tuple, shape: bytes) -> SplitK | None:
         """Return the product in slices of K, where they make it faster."""
         device, operands, M, N, K, _, activation = described
-        if not _gemm_sm90.SM90.exists_on(device.capability):
+        if not _gemm_sm90.SM90.exists_on(device.capability) or operands["a"].itemsize != 2:
             return None
         problem = _gemm_sm90.describe_problem(*described[1:])
         if problem is None:

@@ -101,7 +101,7 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
         return
     if any("repack" in kernel for kernel in kernels):
         if options.dtype in DTYPES:
-            found.why.append("Operands off the 16-byte boundaries are copied first: for this size that pays.")
+            found.why.append("What TMA or wgmma cannot take as it lies is copied first: for this size that pays.")
             _, described = _gemm_repack.plan(device, problem, described, layouts, extents)
         else:
             found.why.append("Operands of 8 bits are multiplied along contiguous rows of K: others are copied first.")
@@ -114,7 +114,7 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
         if options.dtype not in DTYPES:
             is_int8 = options.dtype == "int8"
             hopper = BytesProblem(**vars(hopper), promotion=_promotion(options), is_int8=is_int8)
-        found.why.append("Hopper's kernel: operands of 8 or 16 bits that TMA can read.")
+        found.why.append("Hopper's kernel: operands of 8 or 16 bits, or for TF32, that TMA can read.")
         if any("gemm_reduce" in kernel for kernel in kernels):
             cost = _gemm_sm90.select_config(hopper, device.sm_count, room).cost
             count = _gemm_sm90_split.slices(hopper, cost, device.sm_count, room)
@@ -151,7 +151,9 @@ def _describe(options: argparse.Namespace, device: PaperDevice, arrays: dict) ->
     """Return the operands as the kernels see them, M, N and K with a batch folded in, and the batch axes."""
     M, N, K = options.M, options.N, options.K
     named = dict.fromkeys(ROLES) | arrays
-    request = Request("gemm", Options(), named, [device.pointer(x) for x in named.values()], {})
+    request = Request(
+        "gemm", Options(precision=options.precision), named, [device.pointer(x) for x in named.values()], {}
+    )
     cols = N // 2 if options.activation == "swiglu" else N
     sizes = Sizes(M, N, K, cols, (options.batch,) if options.batch > 1 else ())
     described = describe(request, sizes, arrays["out"].dtype.name)
@@ -198,7 +200,7 @@ def explain_hopper(found: Explanation, problem: _gemm_sm90.Problem, candidates: 
 def _why_not_hopper(options: argparse.Namespace, device: PaperDevice, problem, room: int) -> str:
     if not _gemm_sm90.SM90.exists_on(device.capability):
         return f"Hopper's kernel does not exist for {device.arch}."
-    if dtypes.itemsize(options.dtype) > 2:
+    if dtypes.itemsize(options.dtype) > 2 and options.precision != "tf32":
         return f"Hopper's kernel does not take {options.dtype}."
     if problem is None:
         return "TMA cannot read the operands: their rows must begin on 16-byte boundaries, and K must not be 0."

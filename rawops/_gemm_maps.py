@@ -38,11 +38,12 @@ def map_of(x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, box_col
     strides = [*(s or pitch for s in batch), outer[1] if outer[0] > 1 else pitch]
     return functools.partial(
         TensorMap,
-        dtype=dtypes.numpy(x.dtype),
+        dtype=dtypes.numpy("float32" if x.dtype == "tf32" else x.dtype),
         shape=(*sizes, outer[0], inner[0]),
         strides=(*(s * x.itemsize for s in strides), x.itemsize),
         box=(1, 1, 1, *box),
         swizzle=box[1] * x.itemsize,
+        tf32=x.dtype == "tf32",
     )
 
 

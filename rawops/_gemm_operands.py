@@ -75,7 +75,7 @@ class Types:
 
 @dataclass
 class Operand:
-    """An array as the kernels see it: strides in elements, batch axes as in the result."""
+    """An array as the kernels see it: strides in elements, batch axes as in the result; "tf32": to be rounded so."""
 
     dtype: str
     itemsize: int
@@ -299,7 +299,9 @@ def describe(request: Request, sizes: Sizes, out_dtype: str) -> dict[str, Operan
         *batch, row, col = strides
         if col == 0 and target[-1] == 1:
             col = 1  # so that one column counts as contiguous
-        found[role] = Operand(dtypes.name(x.dtype), itemsize, address % 16, row, col, batch)
+        is_tf32 = role in ("a", "b") and request.options.precision == "tf32"
+        dtype = "tf32" if is_tf32 else dtypes.name(x.dtype)
+        found[role] = Operand(dtype, itemsize, address % 16, row, col, batch)
     return found
 
 

@@ -15,6 +15,7 @@ _MAX_GRID_Z = 65535
 # Operations that a copy must spare for every byte that it moves. On an H200 a product of 2-byte accesses runs at
 # 74 TFLOP/s, one of 8-byte accesses at 400, one through TMA at 650, and a copy moves 3.5 TB/s; elsewhere it is alike.
 _OPS_PER_BYTE = {2: 24, 4: 24, 8: 330}
+_OPS_PER_BYTE_TF32 = 77  # 160 TFLOP/s without wgmma, which takes TF32 only along K, and 390 with it
 _LAUNCH_BYTES = 16 << 20  # what the memory could move during the copy's launch
 
 _PARAMS = ParamStruct(
@@ -36,7 +37,7 @@ _SPECS = {
 }
 
 
-def pays(operations: int, access: int, copied_bytes: int) -> bool:
+def pays(operations: int, access: int, copied_bytes: int, tf32: bool = False) -> bool:
     """Tell whether a product is faster after a copy; pure arithmetic.
 
     Parameters
@@ -47,8 +48,11 @@ def pays(operations: int, access: int, copied_bytes: int) -> bool:
         Bytes that its kernel reads at a time without a copy.
     copied_bytes : int
         Size of what would be copied: it is read and written.
+    tf32 : bool
+        It is a product of TF32 on Hopper.
     """
-    return operations > _OPS_PER_BYTE[access] * (2 * copied_bytes + _LAUNCH_BYTES)
+    ops_per_byte = _OPS_PER_BYTE_TF32 if tf32 else _OPS_PER_BYTE[access]
+    return operations > ops_per_byte * (2 * copied_bytes + _LAUNCH_BYTES)
 
 
 @dataclass(frozen=True)
@@ -89,17 +93,18 @@ def plan(device, problem, described: dict, layouts: dict, extents: tuple) -> tup
     dict of Operand
         `described` with copies in the place of operands.
     """
-    if not problem.kind.startswith("16-bit"):
+    on_hopper = _gemm_sm90.SM90.exists_on(device.capability)
+    if not problem.kind.startswith("16-bit") and not (problem.tf32 and on_hopper):
         return {}, described
-    wanted = 16 if _gemm_sm90.SM90.exists_on(device.capability) else 8
-    chosen = [role for role in ("a", "b") if layouts[role][1] < wanted]
+    wanted = 16 if on_hopper else 8
+    chosen = [r for r in ("a", "b") if layouts[r][1] < wanted or (problem.tf32 and not layouts[r][0])]
     sizes = {"a": problem.M * problem.K, "b": problem.N * problem.K}
     copied = sum(sizes[r] * described[r].itemsize * math.prod(_distinct(described[r], extents)) for r in chosen)
     operations = 2 * problem.M * problem.N * problem.K * problem.batches
-    if not chosen or not pays(operations, problem.access, copied):
+    if not chosen or not pays(operations, problem.access, copied, problem.tf32):
         return {}, described
     # Where columns are contiguous, up must start on 16 bytes, too.
-    majors = {role: layouts[role][0] or layouts[role][2] % 8 != 0 for role in chosen}
+    majors = {role: layouts[role][0] or layouts[role][2] % 8 != 0 or problem.tf32 for role in chosen}
     return copies_of(device, majors, described, problem, extents)
 
 

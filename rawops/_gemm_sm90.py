@@ -42,7 +42,7 @@ _COST_OF_SPLIT = 4400  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
 TILE_CHOICES = {
-    "dtype": ("float16", "bfloat16"),
+    "dtype": ("float16", "bfloat16", "float32"),  # float32 as TF32
     "out_dtype": ("float16", "bfloat16", "float32"),
     "block_m": (64, 128),
     "block_n": tuple(range(16, 257, 16)),
@@ -86,6 +86,7 @@ SM90 = spec_of(
     ("bfloat16", "bfloat16", 128, 256, 3, True, True, 2, STAGED, False),
     ("bfloat16", "bfloat16", 128, 256, 3, True, True, 5, STAGED, False),
     ("bfloat16", "float32", 128, 208, 5, True, True, 0, DIRECT, False),
+    ("float32", "float32", 128, 256, 4, True, True, 0, DIRECT, False),
     ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, False),
     ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, True),
 )
@@ -164,6 +165,12 @@ class Problem:
         if self.grouped:
             return max(self.batches, self.batches * (2 * self.M + block_m) // (2 * block_m))
         return self.batches * -(-self.M // block_m)
+
+
+class TF32Problem(Problem):
+    """One of float32 operands that TMA rounds: half as many fill a block of K, which takes as long."""
+
+    itemsize: ClassVar[int] = 4
 
 
 @dataclass(frozen=True)
@@ -395,7 +402,7 @@ def plan(
     problem = describe_problem(operands, M, N, K, extents, activation, low_rank)
     config = config or select_config(problem, device.sm_count, device.max_shared_bytes)
     choices = {
-        "dtype": operands["a"].dtype,
+        "dtype": "float32" if operands["a"].dtype == "tf32" else operands["a"].dtype,
         "out_dtype": operands["out"].dtype,
         "block_m": config.block_m,
         "block_n": config.block_n,
@@ -473,14 +480,14 @@ def describe_problem(
 ) -> Problem | None:
     """Describe a product, None where the kernel cannot run it."""
     a, b, out = operands["a"], operands["b"], operands["out"]
-    if K == 0 or a.itemsize > 2:
+    if K == 0 or (a.itemsize > 2 and a.dtype != "tf32"):
         return None
     parts = 2 if activation == _SWIGLU else 1
     majors = [k_major(a, M, K, a.row, a.col), k_major(b, N, K, b.col, b.row)]
     if low_rank is not None:
         majors += _majors(low_rank, N, K)
     wide = [*majors[1:2], *majors[3:]]  # of b and lora_b: where columns are contiguous, up must start on 16 bytes too
-    if None in majors or (a.itemsize == 1 and not all(majors)) or (parts == 2 and N // 2 % 8 and not all(wide)):
+    if None in majors or (a.itemsize != 2 and not all(majors)) or (parts == 2 and N // 2 % 8 and not all(wide)):
         return None
     rank = 0
     if low_rank is not None:
@@ -491,7 +498,8 @@ def describe_problem(
     whole = N // parts % 8 == 0  # TMA stores whole chunks of 16 bytes, also those that reach out of the tensor
     if out.itemsize == 2 and whole and movable(out, out.col, N // parts, out.row, M):
         finish = STAGED if activation or any(name in operands for name in ("c", "bias", "residual")) else PLAIN
-    return Problem(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank)
+    kind = TF32Problem if a.dtype == "tf32" else Problem
+    return kind(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank)
 
 
 def _majors(low_rank: LowRank, N: int, K: int) -> list[bool | None]:

@@ -101,6 +101,7 @@ def gemm(
         The inputs' dtype (default) or float32. A float16 result past 65504 is inf.
     precision : {None, "tf32", "fast"}
         "tf32" rounds float32 inputs to TF32 for the tensor cores; without it float32 is exact to its own rounding.
+        On Hopper, large operands that are not contiguous along K are copied into a workspace first.
         "fast" is for float8, see Notes.
     split_k : int, optional
         Over how many slices of K to share the work; chosen when left out. Partial sums stay in the accumulator's

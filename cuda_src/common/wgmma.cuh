@@ -1,5 +1,5 @@
 // wgmma: one warpgroup multiplies 64 x 16 by 16 x N elements of 16 bits from shared memory into float32, or 64 x 8 by
-// 8 x N of TF32, the first from registers.
+// 8 x N of TF32, the first also from registers.
 #pragma once
 #include "hopper.cuh"
 
@@ -64,6 +64,12 @@ template <int N> struct Wgmma;
         static __device__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t accumulate) {             \
             if constexpr (is_same<T, __half>) RAWOPS_WGMMA_OF("f16", N, FIRST, SECOND)                                \
             else RAWOPS_WGMMA_OF("bf16", N, FIRST, SECOND)                                                            \
+        }                                                                                                             \
+        static __device__ void multiply_tf32(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t accumulate) {        \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n"                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" RAWOPS_P##N                      \
+                         "}, %0, %1, p, 1, 1;\n}"                                                                     \
+                         : "+l"(a), "+l"(b), "+r"(accumulate), RAWOPS_V##N);                                          \
         }                                                                                                             \
         /* d += a @ b for 8 along K of TF32, K-major. a: row l / 4 and l / 4 + 8 at k l % 4, then at l % 4 + 4. */    \
         static __device__ void multiply(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {                      \
@@ -151,6 +157,11 @@ RAWOPS_WGMMA(256, "%131", "%132", "%133", "%134")
 template <class T, int N, bool kAKMajor, bool kBKMajor> struct WgmmaAtom {
     static __device__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t accumulate) {
         Wgmma<N>::template multiply<T, kAKMajor, kBKMajor>(d, a, b, accumulate);
+    }
+};
+template <int N> struct WgmmaAtom<float, N, true, true> {  // what TMA has rounded to TF32
+    static __device__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t accumulate) {
+        Wgmma<N>::multiply_tf32(d, a, b, accumulate);
     }
 };
 

@@ -22,6 +22,7 @@ _DATA_TYPES = {
     "uint8": 0, "int8": 0, "bool": 0, "float8_e4m3fn": 0, "float8_e5m2": 0, "uint16": 1, "int16": 1,
     "uint32": 2, "int32": 3, "uint64": 4, "int64": 5, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
+_TF32 = 11
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SWIZZLES = (0, 32, 64, 128)
 _L2_PROMOTIONS = (0, 64, 128, 256)
@@ -60,6 +61,8 @@ class TensorMap:
         Step along each axis inside the box, 1 to 8; a box of n then holds ceil(n / step) elements.
     fill : {"zero", "nan"}
         What elements out of bounds read as.
+    tf32 : bool
+        Round float32 to TF32 on the way in.
     """
 
     address: int
@@ -71,6 +74,7 @@ class TensorMap:
     l2_promotion: int = 256
     element_strides: tuple[int, ...] = field(default=())
     fill: str = "zero"
+    tf32: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
@@ -84,6 +88,7 @@ class TensorMap:
     def _check_tensor(self) -> None:
         rank, itemsize = len(self.shape), self.dtype.itemsize
         _require(self.dtype.name in _DATA_TYPES, "dtype", f"be one of {', '.join(_DATA_TYPES)}", self.dtype.name)
+        _require(not self.tf32 or self.dtype.name == "float32", "tf32", "be False but for float32", self.dtype.name)
         _require(1 <= rank <= 5, "shape", "have 1 to 5 axes", self.shape)
         for name in ("strides", "box", "element_strides"):
             value = getattr(self, name)
@@ -128,6 +133,10 @@ class TensorMap:
             elements *= -(-size // step)
         return elements * self.dtype.itemsize
 
+    @property
+    def _data_type(self) -> int:
+        return _TF32 if self.tf32 else _DATA_TYPES[self.dtype.name]
+
     def encode_driver(self) -> bytes:
         """Return the 128 bytes that the CUDA driver makes of this map."""
         rank = len(self.shape)
@@ -135,7 +144,7 @@ class TensorMap:
         target = (ctypes.addressof(storage) + 127) & ~127
         status = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(target),
-            ctypes.c_int(_DATA_TYPES[self.dtype.name]),
+            ctypes.c_int(self._data_type),
             ctypes.c_uint32(rank),
             ctypes.c_void_p(self.address),
             (ctypes.c_uint64 * rank)(*self.shape[::-1]),
@@ -160,7 +169,7 @@ class TensorMap:
 
         return EMULATED_LAYOUT.pack(
             EMULATED_MAGIC,
-            _DATA_TYPES[self.dtype.name],
+            self._data_type,
             len(self.shape),
             _SWIZZLES.index(self.swizzle),
             _FILLS.index(self.fill),

@@ -165,7 +165,7 @@ def _round_float(values: Any, out: str, mode: str, finite: bool = False) -> Any:
             return directed(result, np.where(np.isfinite(values), values - result, 0), mode)
         return result
     if out == "tf32":
-        return _to_tf32(values, mode)
+        return to_tf32(values, mode)
     if out == "f16":
         result = f32_to_f16(values)
         if mode in DIRECTED:
@@ -191,7 +191,7 @@ def _bf16_directed(values: np.ndarray, mode: str) -> np.ndarray:
     return np.where(np.isnan(exact), np.uint16(0x7FFF), result)
 
 
-def _to_tf32(values: np.ndarray, mode: str) -> np.ndarray:
+def to_tf32(values: np.ndarray, mode: str) -> np.ndarray:
     """float32 bits with 10 bits of mantissa: ties away (rna), to even (rn) or cut off (rz)."""
     values = values.astype(np.float32)
     bits = values.view(np.uint32)

@@ -14,6 +14,7 @@ from ..types import SIZE, UINT
 from . import Run, instruction, options, unsupported
 from .atomic import operation_of
 from .bulk import barrier_at, chunks, deliver, receivers, send, writer
+from .convert import to_tf32
 from .wgmma import swizzled
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ LAYOUT = struct.Struct("<8s4BxxxxQ5Ixxxx4Q5H5B33x")
 MAGIC = b"rawopsTM"
 _SWIZZLES = (0, 32, 64, 128)
 # The driver's data types by number, as PTX types.
-_TYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16")
+_TYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32", "tf32")
 _NAN_FILL = np.uint16(0x7FF7)  # repeated, whatever the type
 _MODES = "1d 2d 3d 4d 5d tile"
 
@@ -197,6 +198,8 @@ def _inward(ins: Instruction, ctx: Context) -> Run:
         there = box.addresses[box.inside]
         if len(there):
             values[box.inside] = ctx.space("global").load(there, box.unit, np.full(len(there), lane))
+        if tensor.type == "tf32":
+            values = to_tf32(values.view(np.float32), "rn")
         return values.view(UINT[16])
 
     def run(lanes: Lanes) -> None:
