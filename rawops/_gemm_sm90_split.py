@@ -10,8 +10,8 @@ from rawops._gemm_sm90 import BLOCK_K, DIRECT, Problem
 
 _MIN_BLOCKS = 4  # of K in a slice
 # In the units of _gemm_sm90.py: the second launch, and the bytes of partial sums that are written and read.
-_COST_OF_REDUCE = 2600
-_L2_BYTES = 3000
+_COST_OF_REDUCE = 2300
+_L2_BYTES = 6000
 
 
 def slices(problem: Problem, cost: int, sm_count: int, max_shared_bytes: int) -> int:
