@@ -18,8 +18,8 @@ from rawops._gemm_config import (
     TILES,
     strides_of,
 )
-from rawops._gemm_sm90 import CLUSTERS, DIRECT, OPERAND_CHOICES, PLAIN, STAGED, TILE_CHOICES, spec_of
 from rawops._gemm_sm90 import Problem as HopperProblem
+from rawops._gemm_sm90_specs import CLUSTERS, DIRECT, OPERAND_CHOICES, PLAIN, STAGED, TILE_CHOICES, spec_of
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 

@@ -13,16 +13,26 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rawops._gemm_maps import encode, k_major, map_of, movable
-from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
+from rawops._gemm_sm90_specs import (
+    CLUSTERS,
+    DIRECT,
+    LORA,
+    LORA_CLUSTER,
+    MAX_STAGES,
+    PLAIN,
+    RANKS,
+    SM90,
+    SM90_CLUSTER,
+    STAGED,
+)
+from rawops._runtime.kernel import Function, ParamStruct
 
 BLOCK_K = 64
-RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
-PLAIN, STAGED, DIRECT = range(3)  # Finish in hopper_tile.cuh
 _SWIGLU = 5  # Activation in epilogue.cuh
 
 _SPAN = 128  # bytes of a swizzled row in shared memory, which is a block of K
 _SLAB_BYTES = 4 * 16 * 32 * 4  # of a consumer's warps, for every finish but the plain one
-_MIN_STAGES, _MAX_STAGES = 3, 8
+_MIN_STAGES = 3
 _RASTER_ROWS = 8
 
 # Costs in units of one column of one K block: what the tensor cores take for 128 rows of it, 4 cycles. Measured on an
@@ -41,79 +51,6 @@ _COST_OF_SLICE = 100  # of sixteen ranks, beyond their products
 _COST_OF_SPLIT = 4400  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
-TILE_CHOICES = {
-    "dtype": ("float16", "bfloat16", "float32"),  # float32 as TF32
-    "out_dtype": ("float16", "bfloat16", "float32"),
-    "block_m": (64, 128),
-    "block_n": tuple(range(16, 257, 16)),
-    "stages": tuple(range(2, _MAX_STAGES + 1)),
-}
-CLUSTERS = (2, 8)  # of four, too few find room at a time; of eight pays where there are few tiles
-OPERAND_CHOICES = {
-    "a_k_major": (True, False),
-    "b_k_major": (True, False),
-    "activation": tuple(range(6)),
-    "finish": (PLAIN, STAGED, DIRECT),
-}
-_LOW_RANK_CHOICES = {
-    "rank": RANKS,
-    "rides": (True, False),
-    "lora_a_k_major": (True, False),
-    "lora_b_k_major": (True, False),
-}
-
-
-def spec_of(source: str, entry: str, choices: dict, *smoke: tuple) -> KernelSpec:
-    return KernelSpec(
-        source=source,
-        entry=f"rawops::{entry}",
-        template=tuple(choices),
-        choices=choices,
-        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
-        min_arch=90,
-        max_arch=90,
-    )
-
-
-SM90 = spec_of(
-    "gemm_sm90.cu",
-    "gemm_sm90",
-    {**TILE_CHOICES, **OPERAND_CHOICES, "ping_pong": (False, True)},
-    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, False),
-    ("float16", "float16", 128, 256, 3, True, False, 0, PLAIN, False),
-    ("float16", "float16", 128, 192, 4, False, True, 0, PLAIN, False),
-    ("bfloat16", "bfloat16", 128, 128, 5, False, False, 0, PLAIN, True),
-    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 2, STAGED, False),
-    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 5, STAGED, False),
-    ("bfloat16", "float32", 128, 208, 5, True, True, 0, DIRECT, False),
-    ("float32", "float32", 128, 256, 4, True, True, 0, DIRECT, False),
-    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, False),
-    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, True),
-)
-SM90_CLUSTER = spec_of(
-    "gemm_sm90.cu",
-    "gemm_sm90_cluster",
-    {**TILE_CHOICES, "cluster": CLUSTERS, **OPERAND_CHOICES},
-    ("bfloat16", "bfloat16", 128, 128, 5, 2, True, True, 0, PLAIN),
-    ("bfloat16", "bfloat16", 64, 128, 7, 2, True, True, 5, STAGED),
-    ("bfloat16", "bfloat16", 64, 128, 8, 8, True, False, 0, PLAIN),
-)
-LORA = spec_of(
-    "lora_sm90.cu",
-    "lora_sm90",
-    {**TILE_CHOICES, **OPERAND_CHOICES, **_LOW_RANK_CHOICES},
-    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, 16, True, True, True),
-    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, 16, True, False, False),
-    ("float16", "float16", 64, 256, 3, True, False, 5, STAGED, 64, True, False, False),
-    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, 16, False, True, True),
-    ("float16", "float16", 128, 192, 4, True, False, 0, PLAIN, 64, False, True, False),
-)
-LORA_CLUSTER = spec_of(
-    "lora_sm90.cu",
-    "lora_sm90_cluster",
-    {**TILE_CHOICES, "cluster": CLUSTERS, **OPERAND_CHOICES, **_LOW_RANK_CHOICES},
-    ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 0, PLAIN, 32, True, True, True),
-)
 _LOW_RANK_CALL = ParamStruct(
     "LowRankCall", a="tensormap", b="tensormap", y="pointer", y_row="int64", rank="int32", scaling="float32"
 )
@@ -277,7 +214,7 @@ def configure(
     blocks = tiles * cluster if cluster > 1 else sm_count if problem.grouped else min(tiles, sm_count)
     config = Config(block_m, block_n, 0, cluster, ping_pong, rides, -(-tiles_m // bands), blocks, waves, 0)
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
-    config = replace(config, stages=max(min(stages, _MAX_STAGES), 0))
+    config = replace(config, stages=max(min(stages, MAX_STAGES), 0))
     return replace(config, cost=_cost(problem, config, sm_count, tiles, at_a_time))
 
 

@@ -1,0 +1,83 @@
+"""The instances of gemm_sm90.cu and lora_sm90.cu."""
+
+from __future__ import annotations
+
+from rawops._runtime.kernel import KernelSpec
+
+RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
+PLAIN, STAGED, DIRECT = range(3)  # Finish in hopper_tile.cuh
+MAX_STAGES = 8
+
+TILE_CHOICES = {
+    "dtype": ("float16", "bfloat16", "float32"),  # float32 as TF32
+    "out_dtype": ("float16", "bfloat16", "float32"),
+    "block_m": (64, 128),
+    "block_n": tuple(range(16, 257, 16)),
+    "stages": tuple(range(2, MAX_STAGES + 1)),
+}
+CLUSTERS = (2, 8)  # of four, too few find room at a time; of eight pays where there are few tiles
+OPERAND_CHOICES = {
+    "a_k_major": (True, False),
+    "b_k_major": (True, False),
+    "activation": tuple(range(6)),
+    "finish": (PLAIN, STAGED, DIRECT),
+}
+_LOW_RANK_CHOICES = {
+    "rank": RANKS,
+    "rides": (True, False),
+    "lora_a_k_major": (True, False),
+    "lora_b_k_major": (True, False),
+}
+
+
+def spec_of(source: str, entry: str, choices: dict, *smoke: tuple) -> KernelSpec:
+    return KernelSpec(
+        source=source,
+        entry=f"rawops::{entry}",
+        template=tuple(choices),
+        choices=choices,
+        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
+        min_arch=90,
+        max_arch=90,
+    )
+
+
+SM90 = spec_of(
+    "gemm_sm90.cu",
+    "gemm_sm90",
+    {**TILE_CHOICES, **OPERAND_CHOICES, "ping_pong": (False, True)},
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, False),
+    ("float16", "float16", 128, 256, 3, True, False, 0, PLAIN, False),
+    ("float16", "float16", 128, 192, 4, False, True, 0, PLAIN, False),
+    ("bfloat16", "bfloat16", 128, 128, 5, False, False, 0, PLAIN, True),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 2, STAGED, False),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 5, STAGED, False),
+    ("bfloat16", "float32", 128, 208, 5, True, True, 0, DIRECT, False),
+    ("float32", "float32", 128, 256, 4, True, True, 0, DIRECT, False),
+    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, False),
+    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, True),
+)
+SM90_CLUSTER = spec_of(
+    "gemm_sm90.cu",
+    "gemm_sm90_cluster",
+    {**TILE_CHOICES, "cluster": CLUSTERS, **OPERAND_CHOICES},
+    ("bfloat16", "bfloat16", 128, 128, 5, 2, True, True, 0, PLAIN),
+    ("bfloat16", "bfloat16", 64, 128, 7, 2, True, True, 5, STAGED),
+    ("bfloat16", "bfloat16", 64, 128, 8, 8, True, False, 0, PLAIN),
+)
+LORA = spec_of(
+    "lora_sm90.cu",
+    "lora_sm90",
+    {**TILE_CHOICES, **OPERAND_CHOICES, **_LOW_RANK_CHOICES},
+    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, 16, True, True, True),
+    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, 16, True, False, False),
+    ("float16", "float16", 64, 256, 3, True, False, 5, STAGED, 64, True, False, False),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, 16, False, True, True),
+    ("float16", "float16", 128, 192, 4, True, False, 0, PLAIN, 64, False, True, False),
+)
+LORA_CLUSTER = spec_of(
+    "lora_sm90.cu",
+    "lora_sm90_cluster",
+    {**TILE_CHOICES, "cluster": CLUSTERS, **OPERAND_CHOICES, **_LOW_RANK_CHOICES},
+    ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 0, PLAIN, 32, True, True, True),
+)
