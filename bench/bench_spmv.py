@@ -1,8 +1,9 @@
 """Sparse matrix times vector in both directions, on matrices like those of the public collections, beside cuSPARSE.
 
 "cold" rotates copies of the matrix past the L2, "warm" reads one that fits there. Bytes are 8 nnz + 4 (rows + 1) +
-4 (rows + columns), and for float64 their double but for the indices. Rivals: `cupyx.cusparse.spmv` on arrays that are
-sorted and stored for the direction, and CuPy's operator: `A @ x`, and `A.T @ u` from A's own format.
+4 (rows + columns), for float64 12 nnz and 8 a row and column. The rivals run on compressed rows that are stored for the
+direction; "preprocessed" lets cuSPARSE analyse them first. "one format" is cuSPARSE's transposed product, from the rows
+of A.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import sys
 from collections.abc import Iterator
 
 from common import Case, cupy, main
-from cupyx import cusparse
 from cupyx.scipy.sparse import csr_matrix
 
 from rawops import SparseMatrix
 from rawops.testing import matrices
+from rawops.testing.cusparse import Spmv
 from rawops.testing.timing import rotations
 
 # name: how it is made, and whether A and A.T differ
@@ -60,37 +61,46 @@ def directions(name: str, csr: matrices.Csr, dtype: str, both: bool) -> Iterator
         copies = min(rotations(traffic), MAX_COPIES)
         sets = [operands(csr, dtype, transposed) for _ in range(copies)]
         label = f"{name}{'.T' if transposed else ''} {n} x {k}, {nnz}"
-        rivals = {"cusparse.spmv": rival, "CuPy": operator}
+        rivals = {"cuSPARSE": rival, "preprocessed": preprocessed, **({"one format": one_format} if transposed else {})}
         yield Case(f"{label}, cold", dtype, 2.0 * nnz, traffic, sets, ours, rivals)
         if traffic < L2_SHARE:
             yield Case(f"{label}, warm", dtype, 2.0 * nnz, traffic, sets[:1], ours, rivals)
 
 
 def operands(csr: matrices.Csr, dtype: str, transposed: bool) -> tuple:
-    """Our matrix, the rival's for the same direction, CuPy's in A's own format, x and y; no arrays are shared."""
-    data = csr.data.astype(dtype)
-    a = SparseMatrix.from_csr(data, csr.indices, csr.indptr, csr.shape, dual=transposed)
-    own = csr_matrix((data, csr.indices.copy(), csr.indptr.copy()), shape=csr.shape)
-    direction = own
+    """Our matrix and the rivals' products, none of which share arrays, x and y."""
+    given = [csr.data.astype(dtype), csr.indices.copy(), csr.indptr.copy(), csr.shape]
+    a = SparseMatrix.from_csr(*given, dual=transposed)
+    stored = given
     if transposed:
-        a, own, direction = a.T, own.T, own.T.tocsr()
+        rows = csr_matrix(tuple(given[:3]), shape=csr.shape).T.tocsr()
+        a, stored = a.T, [rows.data, rows.indices, rows.indptr, rows.shape]
     x = cupy.random.standard_normal(a.shape[1], dtype=dtype)
-    return a, direction, own, x, cupy.empty(a.shape[0], dtype)
+    y = cupy.empty(a.shape[0], dtype)
+    rivals = [Spmv(*stored, x, y), Spmv(*stored, x, y, preprocessed=True)]
+    if transposed:
+        rivals.append(Spmv(*given, x, y, transposed=True))
+    return a, rivals, x, y
 
 
-def ours(a, _direction, _own, x, out) -> None:
+def ours(a, _rivals, x, out) -> None:
     """One call of ours."""
     a.matvec(x, out=out)
 
 
-def rival(_a, direction, _own, x, out) -> None:
-    """cuSPARSE on what is prepared for it."""
-    cusparse.spmv(direction, x, y=out)
+def rival(_a, rivals, _x, _out) -> None:
+    """cuSPARSE on rows stored for the direction."""
+    rivals[0]()
 
 
-def operator(_a, _direction, own, x, _out) -> None:
-    """CuPy's A @ x, or A.T @ x from the rows of A."""
-    own @ x
+def preprocessed(_a, rivals, _x, _out) -> None:
+    """The same after its analysis."""
+    rivals[1]()
+
+
+def one_format(_a, rivals, _x, _out) -> None:
+    """cuSPARSE's transposed product."""
+    rivals[2]()
 
 
 if __name__ == "__main__":

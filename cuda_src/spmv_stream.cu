@@ -1,23 +1,44 @@
-// Sparse matrix times vector for rows of any lengths: equal shares of entries, read in vectors, whatever rows they are of.
+// Sparse matrix times vector for rows of any lengths: equal shares of entries, read in vectors, whosever they are.
 //
-// Short rows lie in tiles of whole rows with at most kTile entries. A block multiplies the entries of its tile in the
-// order of memory, all loads in flight at once, and adds up the rows from shared memory. Each long row is a warp's own,
-// or cut into segments for several warps; the last of them to arrive adds the segments up, in their order.
+// Short rows lie in tiles of whole rows. A block multiplies the entries of a tile in the order of memory, puts the
+// products in shared memory and adds up the rows from there. Where tiles cost the same (kWalks), a block walks over
+// several, and while it adds up the rows of one, the entries of the next are on their way; else each tile has a block,
+// which the hardware places. Each long row is a warp's own, or cut into segments for several warps; the last of them to
+// arrive adds the segments up, in their order.
 #include "common/spmv.cuh"
 
 namespace rawops {
 
-constexpr int kThreads = 256, kGroup = 4, kGroupsPerThread = 2;
-constexpr int kTile = kThreads * kGroupsPerThread * kGroup;
+constexpr int kThreads = 256;
+constexpr int kGroup = 4, kGroups = 2;  // entries of a vector load; loads of a thread that are on their way
+constexpr int kTile = kThreads * kGroups * kGroup;
+constexpr int kWide = 16;               // entries that a lane adds up alone at most
+
+// Blocks that fit on an SM: walking takes registers, and those of sm_80 to sm_89 spill for four blocks.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kWalkingBlocks = 3;
+#else
+constexpr int kWalkingBlocks = 4;
+#endif
+template <class A, bool kWalks>
+constexpr int kBlocksPerSM = sizeof(A) == 4 ? (kWalks ? kWalkingBlocks : 5) : sizeof(A) == 8 ? 3 : 2;
+
+struct Tile {
+    int64_t first_entry;  // rounded down to a multiple of kGroup
+    int first_row;
+    unsigned short rows, entries;  // entries: from first_entry on
+};
 
 struct StreamPlan {
-    const int* tiles;           // (tiles, 2): first row, and the one behind the last
+    const Tile* tiles;
     const int64_t* segments;    // (segments, 4): first entry, the one behind the last, row, index in splits or -1
     const int* splits;          // (splits, 2): first segment, segments
     void* sums;                 // (segments), of the accumulator's type
     unsigned int* tickets;      // (splits), zero between products
-    int segment_count, segment_blocks;
+    int segment_count, segment_blocks, tile_count;
     int lanes;                  // threads that add up a row of a tile
+    int groups, group_blocks;   // blocks in tile groups, of which each walks over tiles_per_group neighbouring tiles
+    int tiles_per_group;
 };
 
 // Reads what is read once past the L1, which x needs.
@@ -36,31 +57,33 @@ template <class T> __device__ inline void load_once(T* to, const T* from) {
     }
 }
 
-// Four neighbouring entries, at a multiple of four; columns of -1 are none.
-template <class V> struct Group {
-    V value[kGroup];
-    int column[kGroup];
+// A thread's entries of a stretch: groups of neighbours, STEP entries apart.
+template <class V, int STEP> struct Entries {
+    V value[kGroups][kGroup];
+    int column[kGroups][kGroup];  // -1: none
 
-    __device__ void load(const SpmvCall& call, int64_t first) {
+    // From entry `first` on, a multiple of kGroup, `count` are wanted.
+    __device__ void load(const SpmvCall& call, int64_t first, int count) {
         const V* data = static_cast<const V*>(call.data);
-        if (first + kGroup <= call.nnz) {
-            load_once(column, call.indices + first);
-            load_once(value, data + first);
-        } else {
 #pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-                column[i] = first + i < call.nnz ? call.indices[first + i] : -1;
-                value[i] = first + i < call.nnz ? data[first + i] : V{};
+        for (int g = 0; g < kGroups; ++g) {
+            const int64_t at = first + g * STEP;
+            if (g * STEP < count && at + kGroup <= call.nnz) {
+                load_once(column[g], call.indices + at);
+                load_once(value[g], data + at);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) {
+                    const bool is_there = g * STEP < count && at + i < call.nnz;
+                    column[g][i] = is_there ? call.indices[at + i] : -1;
+                    if (is_there) value[g][i] = data[at + i];
+                }
             }
         }
     }
-    __device__ void clear() {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) column[i] = -1;
-    }
 };
 
-// Products in shared memory, a gap after each 128 bytes: rows of a power of two would meet in few banks.
+// Products in shared memory, with a gap after each 128 bytes: rows of a power of two would meet in few banks.
 template <class A> struct Products {
     static constexpr int PER_LINE = 128 / int(sizeof(A));
     A data[kTile + kTile / PER_LINE];
@@ -68,52 +91,83 @@ template <class A> struct Products {
     __device__ A& operator[](int i) { return data[i + i / PER_LINE]; }
 };
 
-template <class V, class X, class P, bool kConjugate>
-__device__ void multiply_tile(const SpmvCall& call, const StreamPlan& plan, int tile, RowEnd<X>& end) {
+// Adds up the rows of a tile. `begin` and `stop` bound the first row that this thread takes part in.
+template <class X, class P>
+__device__ void add_rows(const Tile& tile, const P* __restrict__ indptr, int lanes, int begin, int stop,
+                         Products<Accumulator<X>>& products, RowEnd<X>& end) {
+    using A = Accumulator<X>;
+    const int lane = threadIdx.x & (lanes - 1), place = threadIdx.x / lanes, warp_lane = threadIdx.x % kWarpSize;
+    for (int row = place; row - place < tile.rows; row += kThreads / lanes) {
+        if (row != place && row < tile.rows) {
+            begin = int(indptr[tile.first_row + row] - tile.first_entry);
+            stop = int(indptr[tile.first_row + row + 1] - tile.first_entry);
+        }
+        if (row >= tile.rows || !end.reads_a) begin = stop = 0;
+        const bool is_wide = stop - begin > kWide * lanes;
+        A sum = {};
+        if (!is_wide) {
+            for (int i = begin + lane; i < stop; i += lanes) sum = add(sum, products[i]);
+        }
+        sum = sum_lanes(sum, lanes);
+        for (unsigned int wide = __ballot_sync(~0u, is_wide && lane == 0); wide != 0; wide &= wide - 1) {
+            const int owner = __ffs(wide) - 1;  // the whole warp adds up its row
+            const int last = __shfl_sync(~0u, stop, owner);
+            A part = {};
+            for (int i = __shfl_sync(~0u, begin, owner) + warp_lane; i < last; i += kWarpSize) {
+                part = add(part, products[i]);
+            }
+            part = sum_lanes(part, kWarpSize);
+            if (warp_lane == owner) sum = part;
+        }
+        if (row < tile.rows && lane == 0) end.finish(tile.first_row + row, sum);
+    }
+}
+
+template <class V, class X, class P, bool kConjugate, bool kWalks>
+__device__ void multiply_tiles(const SpmvCall& call, const StreamPlan& plan, RowEnd<X>& end) {
     using A = Accumulator<X>;
     __shared__ Products<A> products;
     const P* __restrict__ indptr = static_cast<const P*>(call.indptr);
     const X* __restrict__ x = static_cast<const X*>(call.x);
-    const int first_row = plan.tiles[2 * tile], last_row = plan.tiles[2 * tile + 1];
-    const int64_t base = indptr[first_row] & ~P(kGroup - 1);
-    if (end.reads_a) {
-        const int count = int(indptr[last_row] - base);
-        Group<V> groups[kGroupsPerThread];
-#pragma unroll
-        for (int g = 0; g < kGroupsPerThread; ++g) {
-            const int at = (g * kThreads + threadIdx.x) * kGroup;
-            if (at < count) groups[g].load(call, base + at);
-            else groups[g].clear();
+    const int block = blockIdx.x - plan.segment_blocks, group = block % plan.groups, step = plan.group_blocks;
+    const int last = min_of((group + 1) * plan.tiles_per_group, plan.tile_count);
+    int index = group * plan.tiles_per_group + block / plan.groups;
+    if (index >= last) return;
+
+    const int first = threadIdx.x * kGroup;  // of this thread in a tile
+    Tile tile = plan.tiles[index], next = {};
+    Entries<V, kThreads * kGroup> entries;
+    entries.load(call, tile.first_entry + first, end.reads_a ? tile.entries - first : 0);
+    while (true) {
+        const bool is_last = !kWalks || index + step >= last;
+        if (!is_last) next = plan.tiles[index + step];
+        int begin = 0, stop = 0;
+        const int place = threadIdx.x / plan.lanes;
+        if (place < tile.rows) {
+            begin = int(indptr[tile.first_row + place] - tile.first_entry);
+            stop = int(indptr[tile.first_row + place + 1] - tile.first_entry);
         }
-        A gathered[kGroupsPerThread][kGroup];
+        A gathered[kGroups][kGroup];
 #pragma unroll
-        for (int g = 0; g < kGroupsPerThread; ++g) {
+        for (int i = 0; i < kGroups * kGroup; ++i) {
+            const int column = entries.column[i / kGroup][i % kGroup];
+            if (column >= 0) gathered[i / kGroup][i % kGroup] = widen(x[column]);
+        }
 #pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-                if (groups[g].column[i] >= 0) gathered[g][i] = widen(x[groups[g].column[i]]);
+        for (int i = 0; i < kGroups * kGroup; ++i) {
+            const int g = i / kGroup, k = i % kGroup;
+            const auto value = widen(conjugated<kConjugate>(entries.value[g][k]));
+            if (entries.column[g][k] >= 0) {
+                products[g * kThreads * kGroup + first + k] = multiply_add(value, gathered[g][k], A{});
             }
         }
-#pragma unroll
-        for (int g = 0; g < kGroupsPerThread; ++g) {
-#pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-                const auto value = widen(conjugated<kConjugate>(groups[g].value[i]));
-                if (groups[g].column[i] >= 0) {
-                    products[(g * kThreads + threadIdx.x) * kGroup + i] = multiply_add(value, gathered[g][i], A{});
-                }
-            }
-        }
+        if (!is_last) entries.load(call, next.first_entry + first, end.reads_a ? next.entries - first : 0);
         __syncthreads();
-    }
-    const int lanes = plan.lanes, lane = threadIdx.x & (lanes - 1), place = threadIdx.x / lanes;
-    for (int row = first_row + place; row - place < last_row; row += kThreads / lanes) {
-        A sum = {};
-        if (row < last_row && end.reads_a) {
-            const int stop = int(indptr[row + 1] - base);
-            for (int i = int(indptr[row] - base) + lane; i < stop; i += lanes) sum = add(sum, products[i]);
-        }
-        sum = sum_lanes(sum, lanes);
-        if (row < last_row && lane == 0) end.finish(row, sum);
+        add_rows<X, P>(tile, indptr, plan.lanes, begin, stop, products, end);
+        if (is_last) break;
+        __syncthreads();
+        index += step;
+        tile = next;
     }
 }
 
@@ -122,24 +176,18 @@ template <class V, class X, bool kConjugate>
 __device__ Accumulator<X> sum_entries(const SpmvCall& call, int64_t begin, int64_t stop, int lane) {
     using A = Accumulator<X>;
     const X* __restrict__ x = static_cast<const X*>(call.x);
-    A sums[kGroup] = {};
     constexpr int STEP = kWarpSize * kGroup;
-    for (int64_t at = (begin & ~int64_t(kGroup - 1)) + lane * kGroup; at < stop; at += kGroupsPerThread * STEP) {
-        Group<V> groups[kGroupsPerThread];
+    A sums[kGroup] = {};
+    for (int64_t at = (begin & ~int64_t(kGroup - 1)) + lane * kGroup; at < stop; at += kGroups * STEP) {
+        Entries<V, STEP> entries;
+        entries.load(call, at, int(stop - at));
 #pragma unroll
-        for (int g = 0; g < kGroupsPerThread; ++g) {
-            if (at + g * STEP < stop) groups[g].load(call, at + g * STEP);
-            else groups[g].clear();
-        }
-#pragma unroll
-        for (int g = 0; g < kGroupsPerThread; ++g) {
-#pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-                const int64_t entry = at + g * STEP + i;
-                if (entry < begin || entry >= stop) continue;  // a neighbour's
-                const auto value = widen(conjugated<kConjugate>(groups[g].value[i]));
-                sums[i] = multiply_add(value, A(widen(x[groups[g].column[i]])), sums[i]);
-            }
+        for (int i = 0; i < kGroups * kGroup; ++i) {
+            const int64_t entry = at + i / kGroup * STEP + i % kGroup;
+            if (entry < begin || entry >= stop) continue;  // a neighbour's
+            const auto value = widen(conjugated<kConjugate>(entries.value[i / kGroup][i % kGroup]));
+            const A factor = widen(x[entries.column[i / kGroup][i % kGroup]]);
+            sums[i % kGroup] = multiply_add(value, factor, sums[i % kGroup]);
         }
     }
     return sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])), kWarpSize);
@@ -179,14 +227,13 @@ __device__ void multiply_segment(const SpmvCall& call, const StreamPlan& plan, R
     }
 }
 
-template <class V, class X, class P, bool kConjugate>
-__global__ void __launch_bounds__(kThreads)
+template <class V, class X, class P, bool kConjugate, bool kWalks>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM<Accumulator<X>, kWalks>)
     spmv_stream(const __grid_constant__ SpmvCall call, const __grid_constant__ StreamPlan plan) {
     RowEnd<X> end(call);
     if (end.keeps_y) return;
-    const int tile = int(blockIdx.x) - plan.segment_blocks;
-    if (tile < 0) multiply_segment<V, X, kConjugate>(call, plan, end);
-    else multiply_tile<V, X, P, kConjugate>(call, plan, tile, end);
+    if (blockIdx.x < plan.segment_blocks) multiply_segment<V, X, kConjugate>(call, plan, end);
+    else multiply_tiles<V, X, P, kConjugate, kWalks>(call, plan, end);
     end.template store_partial<kThreads>(call.partials, blockIdx.x);
 }
 

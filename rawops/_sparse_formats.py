@@ -73,10 +73,16 @@ def transposed(device, rows: Rows) -> tuple[Rows, Any]:
     """
     xp = module_of(rows.indices)
     order = column_order(rows)
-    row_of = xp.searchsorted(rows.indptr[1:], xp.arange(rows.nnz, dtype=rows.indptr.dtype), side="right")
-    indices = row_of.astype(np.int32)[order]
+    indices = row_numbers(rows)[order]
     indptr = pointers(xp, rows.indices, rows.shape[1])
     return Rows(gather(device, rows.data, order), indices, indptr, rows.shape[::-1]), order
+
+
+def row_numbers(rows: Rows):
+    """Return the row of each entry, int32."""
+    xp = module_of(rows.indptr)
+    entries = xp.arange(rows.nnz, dtype=rows.indptr.dtype)
+    return xp.searchsorted(rows.indptr[1:], entries, side="right").astype(np.int32)
 
 
 def column_order(rows: Rows):

@@ -12,12 +12,12 @@ from rawops._runtime import arrays, checks
 from rawops._sparse_formats import Rows
 from rawops._sparse_profile import Choice, Profile, candidates, choose, choose_scatter, profile
 from rawops._sparse_spmv import ByRows, Product, Scattered
-from rawops._sparse_stream import ByStream
+from rawops._sparse_stream import BySlices, ByStream
 
 _RESERVE = 0.8  # share of the free memory that "auto" lets the second format and its construction take
 _SORT_BYTES = 32  # an entry, of the sort that makes the second format
 _ONE, _ZERO = (1.0, 0.0, 0), (0.0, 0.0, 0)  # factors as the kernels take them
-_PRODUCTS = {"rows": ByRows, "stream": ByStream, "scatter": Scattered}
+_PRODUCTS = {"rows": ByRows, "stream": ByStream, "slices": BySlices, "scatter": Scattered}
 
 
 class Store:
@@ -38,7 +38,7 @@ class Store:
         self.products: dict[bool, Product] = {}
         for way in (False, True):
             if way in self.rows:
-                self.use(way, choose(self.profiles[way]))
+                self.use(way, choose(self.profiles[way], self.may_slice))
             else:
                 self.use(way, choose_scatter(self.profiles[not way]))
 
@@ -49,6 +49,11 @@ class Store:
         self.products[way] = _PRODUCTS[choice.kernel](self.device, rows, choice)
 
     @property
+    def may_slice(self) -> bool:
+        """Slices add up in the type of y, which 16 bits are too few for."""
+        return self.values.data.itemsize > 2
+
+    @property
     def values(self) -> Rows:
         return self.rows[self.given]
 
@@ -57,7 +62,7 @@ class Store:
             rows = self.rows[not way]
             xp = formats.module_of(rows.indices)
             indptr = formats.pointers(xp, rows.indices, rows.shape[1])
-            self.profiles[way] = profile(Rows(rows.data, rows.indices, indptr, rows.shape[::-1]))
+            self.profiles[way] = profile(Rows(rows.data, rows.indices, indptr, rows.shape[::-1]), is_kept=False)
         return self.profiles[way]
 
     def update(self, data) -> None:
@@ -71,6 +76,9 @@ class Store:
             if self.derived_order is None:
                 self.derived_order = formats.column_order(values)
             self.rows[not self.given].data[...] = formats.gather(self.device, values.data, self.derived_order)
+        for product in self.products.values():
+            if isinstance(product, BySlices):
+                product.update()
 
     def tune(self) -> None:
         """Time a few kernels for each format and keep the fastest."""
@@ -80,7 +88,7 @@ class Store:
             x, y = (self.device.empty((size,), rows.data.dtype) for size in rows.shape[::-1])
             x[...] = 0
             times = {}
-            for choice in candidates(self.profiles[way]):
+            for choice in candidates(self.profiles[way], self.may_slice):
                 self.use(way, choice)
                 run = functools.partial(self.products[way].run, x, y, _ONE, _ZERO, None, False)
                 times[choice] = _elapsed(self.device, run)

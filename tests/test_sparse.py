@@ -397,8 +397,9 @@ def test_profile_and_plan(device):
         assert (transposed.rows, transposed.max, transposed.empty) == (40, columns.max(), (columns == 0).sum())
     assert A.plan.dual and not one.plan.dual and one.plan.rmatvec.kernel == "scatter"
     formats = 253 * 8 + 101 * 4, 253 * 8 + 41 * 4
-    tiles = 8  # a pair of rows, for either direction
-    assert one.plan.nbytes == formats[0] + tiles and A.plan.nbytes == sum(formats) + 2 * tiles
+    tiles = 16  # one tile of A; the columns need none
+    assert one.plan.nbytes == formats[0] + tiles and A.plan.nbytes == sum(formats) + tiles
+    assert (A.plan.matvec.kernel, A.plan.rmatvec.kernel) == ("stream", "rows")
     one.rmatvec(device.put(np.ones(100, np.float32)))
     assert one.plan.nbytes == formats[0] + tiles + 40 * 4  # the workspace of the first product
     assert A.T.plan.matvec == A.plan.rmatvec

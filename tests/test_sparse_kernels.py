@@ -5,15 +5,17 @@ import pytest
 from test_sparse import Coordinates, integers, same
 
 from rawops import _sparse_store
-from rawops._sparse_profile import Choice
+from rawops._sparse_profile import Choice, Profile, candidates, choose
 from rawops._sparse_stream import ByStream
 
 KERNELS = {
-    **{f"rows {lanes}": Choice("rows", lanes, 0, "a test") for lanes in (4, 32)},
+    **{f"rows {lanes}": Choice("rows", lanes) for lanes in (4, 32)},
     **{
-        f"stream {lanes}, {longest}": Choice("stream", lanes, longest, "a test")
+        f"stream {lanes}, {longest}": Choice("stream", lanes, longest)
         for lanes, longest in ((1, 64), (4, 256), (32, 100), (1, 0))
     },
+    "single": Choice("stream", 2, 256, walk="single"),
+    "slices": Choice("slices", 2, 64, 16, "neighbours"),
 }
 TILE = 2048
 LENGTHS = {
@@ -29,7 +31,7 @@ LENGTHS = {
 
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
-    monkeypatch.setattr(_sparse_store, "choose", lambda found: KERNELS[request.param])
+    monkeypatch.setattr(_sparse_store, "choose", lambda *found: KERNELS[request.param])
     return request.param
 
 
@@ -57,8 +59,9 @@ def test_exact_sums_and_norms(device, rng, kernel, rows):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "complex64", "complex128"])
-def test_types(device, rng, monkeypatch, dtype):
-    monkeypatch.setattr(_sparse_store, "choose", lambda found: Choice("stream", 2, 64, "a test"))
+@pytest.mark.parametrize("walk", ["dealt", "single"])
+def test_types(device, rng, monkeypatch, dtype, walk):
+    monkeypatch.setattr(_sparse_store, "choose", lambda *found: Choice("stream", 2, 64, walk=walk))
     lengths = np.array([2100, 0, 1, 40, 64, 65, *([3, 7] * 30)])
     made = Coordinates(rng, (lengths.size, 60), lengths, dtype)
     A, x = made.put(device, dual=False), integers(rng, 60, dtype)
@@ -70,6 +73,67 @@ def test_types(device, rng, monkeypatch, dtype):
         want = np.zeros(lengths.size, wide)
         np.add.at(want, made.row, made.data.conj().astype(wide) * x[made.indices])
         same(device, A.H.T @ device.put(x), want.astype(dtype))
+
+
+@pytest.mark.parametrize("width", [13, 64])
+def test_slices(device, rng, monkeypatch, width):
+    """One slice and many: wider vectors, new values, factors of zero, tiles of several slices in one block."""
+    monkeypatch.setattr(_sparse_store, "choose", lambda *found: Choice("slices", 1, 64, width, "neighbours"))
+    lengths = np.array([0, 3, 70, *([11] * 500), 0, 2])
+    made = Coordinates(rng, (lengths.size, 60), lengths)
+    made.indices += made.indices == 17
+    A = made.put(device, dual=False)
+    for dtype in ("float32", "float64", "complex128"):
+        x, y = integers(rng, 60, dtype), integers(rng, lengths.size, dtype)
+        want = 2 * (made.dense() @ x) - y
+        x[17] = np.nan
+        out, partials = device.guarded((lengths.size,), dtype), device.guarded((A._num_partials(False),), np.float64)
+        out[...] = device.put(y)
+        A._apply(False, device.put(x), out, 2.0, -1.0, partials)
+        same(device, out, want)
+        assert device.get(partials).sum() == (abs(want) ** 2).sum().round()
+    A.update_values(device.put(np.full(made.data.size, np.nan, np.float32)))
+    out = device.put(np.ones(lengths.size, np.float32))
+    same(device, A.matvec(device.put(np.full(60, np.nan, np.float32)), 0, 3, out), np.full(lengths.size, 3.0))
+    made.data = integers(rng, made.data.size, "float32")
+    A.update_values(device.put(made.data))
+    x = integers(rng, 60, "float32")
+    same(device, A @ device.put(x), made.dense() @ x)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "walk", "changes"),
+    [
+        ("stream", "dealt", {}),
+        ("stream", "single", {"cv": 4.0, "max": 5000}),
+        ("stream", "dealt", {"mean": 500.0, "max": 700}),
+        ("rows", "dealt", {"max": 9, "nnz": 2**19}),
+        ("slices", "neighbours", {"mean": 850.0, "scatter": 0.99}),
+        ("stream", "dealt", {"mean": 850.0, "scatter": 0.5}),
+        ("stream", "dealt", {"mean": 850.0, "scatter": 0.99, "cols": 4000}),
+        ("stream", "dealt", {"mean": 15.0, "scatter": 0.99}),
+    ],
+)
+def test_rules(kernel, walk, changes):
+    usual = {"rows": 10**6, "cols": 10**5, "nnz": 10**7, "mean": 10.0, "p95": 11, "p99": 12, "max": 20, "cv": 0.1}
+    found = Profile(**usual | {"empty": 0, "scatter": 0.7} | changes)
+    choice = choose(found)
+    assert (choice.kernel, choice.walk) == (kernel, walk)
+    assert candidates(found)[0] == choice and len({str(c) for c in candidates(found)}) >= 3
+    assert all(c.kernel != "slices" for c in candidates(found, may_slice=False))
+
+
+def test_16_bit_values_are_not_cut_into_slices(device, rng):
+    """Rows so long and scattered that float32 would be."""
+    made = Coordinates(rng, (3, 20_000), [500, 200, 300], "float16")
+    x = integers(rng, 20_000, "float16")
+    A = made.put(device, dual=False)
+    assert A.plan.matvec.kernel == "stream"
+    same(device, A @ device.put(x), (made.dense() @ x).astype(np.float16))
+    made.data = made.data.astype(np.float32)
+    A = made.put(device, dual=False)
+    assert A.plan.matvec.kernel == "slices"
+    same(device, A @ device.put(x.astype(np.float32)), made.dense() @ x)
 
 
 def test_the_end_of_the_entries(device, rng):
@@ -101,14 +165,17 @@ def test_shares_cover_all_rows_once(device, rows, longest):
     lengths = LENGTHS[rows]
     made = Coordinates(np.random.default_rng(0), (lengths.size, 3), lengths)
     A = made.put(device, dual=False)
-    product = ByStream(A._store.device, A._store.values, Choice("stream", 1, longest, ""))
+    product = ByStream(A._store.device, A._store.values, Choice("stream", 1, longest))
     tiles, segments, splits = map(device.get, (product.tiles, product.segments, product.splits))
+    kind = np.dtype([("entry", "i8"), ("row", "i4"), ("rows", "u2"), ("entries", "u2")])
+    tiles = tiles.view(kind).ravel()
     indptr = np.concatenate([[0], np.cumsum(lengths)])
-    rows_of_tiles = np.concatenate([np.arange(*tile) for tile in tiles] or [[]]).astype(int)
+    rows_of_tiles = np.concatenate([t["row"] + np.arange(t["rows"]) for t in tiles] or [[]]).astype(int)
     assert sorted([*rows_of_tiles, *np.unique(segments[:, 2])]) == list(range(lengths.size))
     assert (lengths[rows_of_tiles] <= longest).all() and (lengths[segments[:, 2]] > longest).all()
-    for first, last in tiles:
-        assert indptr[last] - (indptr[first] & ~3) <= TILE and last - first <= 4 * TILE
+    for entry, row, count, entries in tiles.tolist():
+        assert entry == indptr[row] & ~3 and entry + entries == indptr[row + count]
+        assert entries <= TILE and 0 < count <= 4 * TILE
     for begin, stop, row, split in segments:
         assert indptr[row] <= begin < stop <= indptr[row + 1]
         assert (split >= 0) == (lengths[row] > TILE)

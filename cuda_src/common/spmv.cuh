@@ -123,14 +123,14 @@ struct SpmvCall {
 // Finishes rows: the only place where y is read and written. X is the type of x and y.
 template <class X> struct RowEnd {
     using A = Accumulator<X>;
-    X* y;
+    const SpmvCall& call;
     A alpha, beta;
     bool reads_a, reads_y;  // what a factor of zero leaves unread
     bool keeps_y;           // y = 0 A x + 1 y: there is nothing to do, and partials stay too
     double squares = 0;
 
     __device__ explicit RowEnd(const SpmvCall& call)
-        : y(static_cast<X*>(call.y)),
+        : call(call),
           alpha(call.alpha.read<A>()),
           beta(call.beta.read<A>()),
           reads_a(!is_zero(alpha)),
@@ -138,6 +138,7 @@ template <class X> struct RowEnd {
           keeps_y(!reads_a && is_one(beta)) {}
 
     __device__ void finish(int64_t row, A sum) {
+        X* y = static_cast<X*>(call.y);
         A value = {};
         if (reads_a) value = scale(alpha, sum);
         if (reads_y) value = add(value, scale(beta, A(widen(y[row]))));

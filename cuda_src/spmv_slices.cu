@@ -1,0 +1,30 @@
+// The end of a product whose columns were cut into slices: y = sums of all slices + beta * y.
+#include "common/spmv.cuh"
+
+namespace rawops {
+
+// sums: (slices, rows), with alpha in them. 32 neighbouring rows and 8 slices at a time to a block.
+template <class X>
+__global__ void __launch_bounds__(256)
+    spmv_slices(const __grid_constant__ SpmvCall call, const Accumulator<X>* __restrict__ sums, int slices) {
+    using A = Accumulator<X>;
+    constexpr int ROWS = 32, PARTS = 8;
+    __shared__ A parts[PARTS][ROWS];
+    RowEnd<X> end(call);
+    const int part = threadIdx.x / ROWS, place = threadIdx.x % ROWS;
+    const int64_t row = int64_t(blockIdx.x) * ROWS + place;
+    A sum = {};
+    if (row < call.rows) {
+#pragma unroll 4
+        for (int i = part; i < slices; i += PARTS) sum = add(sum, sums[i * int64_t(call.rows) + row]);
+    }
+    parts[part][place] = sum;
+    __syncthreads();
+    if (part == 0 && row < call.rows) {
+        for (int i = 1; i < PARTS; ++i) sum = add(sum, parts[i][place]);
+        end.finish(row, sum);
+    }
+    end.template store_partial<256>(call.partials, blockIdx.x);
+}
+
+}  // namespace rawops
