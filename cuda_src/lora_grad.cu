@@ -23,7 +23,7 @@ struct GradParams {
 
 enum GradFlags : int { kVectors = 1, kFloatOut = 2 };  // eight columns of x may move as one; float32 results
 
-constexpr int kGradWarps = 8, kGradCols = 64, kGradThreads = kGradWarps * kWarpSize;
+constexpr int kGradWarps = 12, kGradThreads = kGradWarps * kWarpSize, kGradCols = 64, kGradAtoms = kGradCols / 8;
 
 // Eight neighbouring columns of a row, of which `count` exist; the others become zero.
 template <class T> __device__ inline uint4 read_columns(const T* from, int64_t stride, int count, bool vectors) {
@@ -36,10 +36,10 @@ template <class T> __device__ inline uint4 read_columns(const T* from, int64_t s
     return bits;
 }
 
-// Rows 4t .. 4t + 3 of sixteen, as a thread reads them.
-template <class T, int RANKS> struct GradRows {
+// Rows 4t .. 4t + 3 of sixteen, as a thread reads them: columns 8g .. 8g + 7 of x, ranks g and g + 8 of y.
+template <class T> struct GradRows {
     uint4 x[4];
-    float y[RANKS / 8][4];
+    float y[2][4];
 
     __device__ void read(const GradSide& side, int m, int M, int first, int rank, int ranks, bool vectors, int lane) {
         const int g = lane / 4, t = lane % 4;
@@ -50,7 +50,7 @@ template <class T, int RANKS> struct GradRows {
             const bool exists = row < M;
             x[i] = read_columns(from + row * side.x_row, side.x_col, exists ? side.cols - first - g * 8 : 0, vectors);
 #pragma unroll
-            for (int j = 0; j < RANKS / 8; ++j) {
+            for (int j = 0; j < 2; ++j) {
                 const int own = rank + j * 8 + g;
                 y[j][i] = exists && own < ranks ? side.y[row * side.y_row + own] : 0;
             }
@@ -69,74 +69,66 @@ private:
     }
 };
 
-// acc += y^T @ x for sixteen ranks. What x has of infinities meets the first part of y alone if `careful`: times a part
+// acc += y^T @ x. What x has of infinities meets the first part of y alone if `careful`: times a part
 // that is 0 they would make NaN.
-template <class T, int RANKS>
-__device__ inline void add_rows(float (&acc)[8][4], GradRows<T, RANKS>& rows, int group, bool careful) {
+template <class T>
+__device__ inline void add_rows(float (&acc)[kGradAtoms][4], GradRows<T>& rows, bool careful) {
     constexpr bool kScaled = RankParts<T>::COUNT == 2;
     RankParts<T> y;
-    y.split(0, rows.y[group * 2]);
-    y.split(1, rows.y[group * 2 + 1]);
-    float fresh[kScaled ? 8 : 1][4] = {};
+    y.split(0, rows.y[0]);
+    y.split(1, rows.y[1]);
+    float fresh[kScaled ? kGradAtoms : 1][4] = {};
 #pragma unroll
     for (int part = 0; part < RankParts<T>::COUNT; ++part) {
 #pragma unroll
-        for (int atom = 0; atom < 8; ++atom) {
+        for (int atom = 0; atom < kGradAtoms; ++atom) {
             uint32_t b[2];
             rows.column(b, atom);
             if (part > 0 && careful) {
                 b[0] = finite_or_zero<T>(b[0]);
                 b[1] = finite_or_zero<T>(b[1]);
             }
-            MmaAtom<T>::multiply(kScaled ? fresh[atom % (kScaled ? 8 : 1)] : acc[atom], y.values[part], b[0], b[1]);
+            MmaAtom<T>::multiply(kScaled ? fresh[kScaled ? atom : 0] : acc[atom], y.values[part], b[0], b[1]);
         }
     }
     if constexpr (kScaled) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
+        for (int i = 0; i < kGradAtoms * 4; ++i) {
             float& sum = acc[i / 4][i % 4];
             sum = fmaf(fresh[i / 4][i % 4], y.scale[i / 2 % 2], sum);
         }
     }
 }
 
-// RANKS: 16 or 32 ranks from blockIdx.y * RANKS on.
-template <class T, int RANKS>
+// Sixteen ranks and 64 columns a block; the blocks that share columns are neighbours.
+template <class T>
 __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant__ GradParams params) {
-    constexpr int GROUPS = RANKS / 16, ATOMS = 8, UNROLL = 2 / GROUPS, STEP = kGradWarps * 16;
-    __shared__ float sums[RANKS][kGradCols + 4];
+    constexpr int STEP = kGradWarps * 16;
+    __shared__ float sums[16][kGradCols + 4];
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
-    const int tiles = ceil_div(params.sides[0].cols, kGradCols);
-    const bool second = blockIdx.x >= tiles;
-    const GradSide& side = params.sides[second];
-    const int first = (blockIdx.x - (second ? tiles : 0)) * kGradCols, rank = blockIdx.y * RANKS;
+    const int groups = ceil_div(params.rank, 16), tiles = ceil_div(params.sides[0].cols, kGradCols);
+    const int rank = blockIdx.x % groups * 16, tile = blockIdx.x / groups;
+    const GradSide& side = params.sides[tile >= tiles];
+    const int first = (tile >= tiles ? tile - tiles : tile) * kGradCols;
     const bool vectors = side.flags & kVectors;
 
-    float acc[GROUPS][ATOMS][4];
+    float acc[kGradAtoms][4];
     bool careful = false;
 #pragma unroll 1
     while (true) {
 #pragma unroll
-        for (int i = 0; i < GROUPS * ATOMS * 4; ++i) acc[i / (ATOMS * 4)][i / 4 % ATOMS][i % 4] = 0;
+        for (int i = 0; i < kGradAtoms * 4; ++i) acc[i / 4][i % 4] = 0;
+        GradRows<T> rows, next;
+        next.read(side, warp * 16, params.M, first, rank, params.rank, vectors, lane);
 #pragma unroll 1
-        for (int m = warp * 16; m < params.M; m += STEP * UNROLL) {
-            GradRows<T, RANKS> rows[UNROLL];
-#pragma unroll
-            for (int step = 0; step < UNROLL; ++step) {
-                rows[step].read(side, m + step * STEP, params.M, first, rank, params.rank, vectors, lane);
-            }
-#pragma unroll
-            for (int step = 0; step < UNROLL; ++step) {
-#pragma unroll
-                for (int group = 0; group < GROUPS; ++group) add_rows(acc[group], rows[step], group, careful);
-            }
+        for (int m = warp * 16; m < params.M; m += STEP) {
+            rows = next;
+            next.read(side, m + STEP, params.M, first, rank, params.rank, vectors, lane);
+            add_rows(acc, rows, careful);
         }
         bool nan = false;
 #pragma unroll
-        for (int i = 0; i < GROUPS * ATOMS * 4; ++i) {
-            const float value = acc[i / (ATOMS * 4)][i / 4 % ATOMS][i % 4];
-            nan |= value != value;
-        }
+        for (int i = 0; i < kGradAtoms * 4; ++i) nan |= acc[i / 4][i % 4] != acc[i / 4][i % 4];
         if (!__syncthreads_or(nan) || careful) break;
         careful = true;
     }
@@ -144,17 +136,16 @@ __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant_
     for (int turn = 0; turn < kGradWarps; ++turn) {  // always in the same order
         if (warp == turn) {
 #pragma unroll
-            for (int i = 0; i < GROUPS * ATOMS * 4; ++i) {
-                const int group = i / (ATOMS * 4), atom = i / 4 % ATOMS;
-                float& sum = sums[group * 16 + g + i / 2 % 2 * 8][(t * 2 + i % 2) * 8 + atom];
-                sum = (turn == 0 ? 0 : sum) + acc[group][atom][i % 4];
+            for (int i = 0; i < kGradAtoms * 4; ++i) {
+                float& sum = sums[g + i / 2 % 2 * 8][(t * 2 + i % 2) * 8 + i / 4];
+                sum = (turn == 0 ? 0 : sum) + acc[i / 4][i % 4];
             }
         }
         __syncthreads();
     }
-    for (int i = threadIdx.x; i < RANKS * kGradCols; i += kGradThreads) {
+    for (int i = threadIdx.x; i < 16 * kGradCols; i += kGradThreads) {
         const bool by_rank = side.out_col == 1;  // neighbouring threads write neighbouring entries
-        const int r = by_rank ? i % RANKS : i / kGradCols, col = by_rank ? i / RANKS : i % kGradCols;
+        const int r = by_rank ? i % 16 : i / kGradCols, col = by_rank ? i / 16 : i % kGradCols;
         if (rank + r >= params.rank || first + col >= side.cols) continue;
         const float value = params.scaling * sums[r][col];
         const int64_t at = (first + col) * side.out_row + (rank + r) * side.out_col;

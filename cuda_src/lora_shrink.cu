@@ -134,21 +134,16 @@ template <bool kGroups> __device__ inline void find_rows(BlockRows& block, const
     __syncthreads();
 }
 
-// y for the rows from place blockIdx.x on in a slice of the columns (y), 8 * ATOMS ranks at a time. The warps share out
-// K. The order of K within an atom is free as long as x and a share it: a thread takes eight elements that lie side by
-// side of both. kGroups: the blocks sort the rows themselves.
-template <class T, int ATOMS, bool kAligned, bool kGroups>
-__global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_constant__ ShrinkParams params) {
+// y for the rows of a block in a slice of the columns, 8 * ATOMS ranks at a time, and in the first slice x sorted. The
+// warps share out K. The order of K within an atom is free as long as x and a share it: a thread takes eight elements
+// that lie side by side of both.
+template <class T, int ATOMS, bool kAligned>
+__device__ inline void make_y(float (&parts)[kShrinkThreads / kWarpSize][16][ATOMS * 8], const ShrinkParams& params,
+                              const BlockRows& block, int first, int slice) {
     constexpr int WARPS = kShrinkThreads / kWarpSize, RANKS = ATOMS * 8;
     constexpr int UNROLL = (kAligned ? 8 : 4) / ATOMS, K_STEP = WARPS * 32;
-    __shared__ BlockRows block;
-    __shared__ float parts[WARPS][16][RANKS];
     const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
-    const int first = blockIdx.x, slice = blockIdx.y;
-    find_rows<kGroups>(block, params, first);
-    const int count = block.count;
-    if (count == 0) return;
-    const int slot = block.slot;
+    const int count = block.count, slot = block.slot;
     const bool has_adapter = slot < params.max_loras;
     const int rank = has_adapter ? params.ranks[slot * gridDim.y + slice] : 0;
     const float scaling = has_adapter ? params.scalings[slot] : 0;
@@ -225,6 +220,29 @@ __global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_const
             const int64_t row = int64_t(slice) * params.capacity + first + own;
             params.y[row * params.slot_rank + begin + r] = scaling * sum;
         }
+    }
+}
+
+// kGroups: the blocks sort the rows themselves, and each looks at one place. Otherwise it looks at a few, of which
+// hardly more than one is the first of a tile.
+template <class T, int ATOMS, bool kAligned, bool kGroups>
+__global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_constant__ ShrinkParams params) {
+    __shared__ BlockRows block;
+    __shared__ float parts[kShrinkThreads / kWarpSize][16][ATOMS * 8];
+    constexpr int PLACES = kGroups ? 1 : 4;
+    const int begin = blockIdx.x * PLACES, lane = threadIdx.x % kWarpSize;
+    uint32_t leading = 1;
+    if constexpr (!kGroups) {
+        const int place = begin + lane;
+        const bool exists = lane < PLACES && place < params.M;
+        leading = __ballot_sync(~0u, exists && (place - params.places[exists ? place : 0].start) % 16 == 0);
+    }
+#pragma unroll 1
+    for (; leading != 0; leading &= leading - 1) {
+        const int first = begin + __ffs(leading) - 1;
+        find_rows<kGroups>(block, params, first);
+        if (block.count > 0) make_y<T, ATOMS, kAligned>(parts, params, block, first, blockIdx.y);
+        __syncthreads();  // block and parts have been read
     }
 }
 

@@ -17,7 +17,7 @@ from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 _FUNCTION = "lora_linear_backward"
-_COLUMNS, _THREADS = 64, 256  # of a block
+_COLUMNS, _RANKS, _THREADS = 64, 16, 384  # of a block
 _VECTORS, _FLOAT_OUT = 1, 2  # GradFlags in lora_grad.cu
 
 
@@ -33,9 +33,9 @@ _PARAMS = ParamStruct("GradParams", **_side("a"), **_side("b"), M="int32", rank=
 GRAD = KernelSpec(
     source="lora_grad.cu",
     entry="rawops::lora_grad",
-    template=("dtype", "ranks"),
-    choices={"dtype": ("float16", "bfloat16"), "ranks": (16, 32)},
-    smoke=({"dtype": "bfloat16", "ranks": 16}, {"dtype": "float16", "ranks": 32}),
+    template=("dtype",),
+    choices={"dtype": ("float16", "bfloat16")},
+    smoke=({"dtype": "bfloat16"}, {"dtype": "float16"}),
     params=_PARAMS,
 )
 
@@ -184,10 +184,9 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
     dy = _low_rank(device, dout, b.T) if made is None else made.reshape(rows, -1)
     y = _low_rank(device, x, a)
     sides = [*_pack_side(device, x, dy, da), *_pack_side(device, dout, y, db.T)]
-    kernel = GRAD.kernel(device, dtype=dtypes.name(x.dtype), ranks=16 if rank <= 16 else 32)
+    kernel = GRAD.kernel(device, dtype=dtypes.name(x.dtype))
     tiles = -(-x.shape[1] // _COLUMNS) + -(-dout.shape[1] // _COLUMNS)
-    grid = (tiles, -(-rank // (16 if rank <= 16 else 32)), 1)
-    kernel.launch(grid, (_THREADS, 1, 1), (_PARAMS.pack(*sides, rows, rank, scaling),))
+    kernel.launch((tiles * -(-rank // _RANKS), 1, 1), (_THREADS, 1, 1), (_PARAMS.pack(*sides, rows, rank, scaling),))
 
 
 def _low_rank(device, x, a):

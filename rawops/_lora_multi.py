@@ -33,6 +33,7 @@ from rawops._lora_multi_config import (
     GROUP,
     GROUP_ROWS,
     MOST_GROUPED,
+    PLACES,
     SHRINK,
     SHRINK_PARAMS,
     SHRINK_THREADS,
@@ -195,6 +196,7 @@ class _MultiProduct(Base):
         of_adapters = (sorted_row, max_loras, slices, slot_rank, capacity, M, stack.b.shape[1], *stack.first_slice)
         workspaces = functools.partial(self._workspaces, device, dtype, capacity, sorted_row)
         a, b, ranks, scalings, non_finite, columns = stack.addresses(device)
+        grid = (M if group is None else -(-M // PLACES), slices, 1)
 
         def steps(operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
             _kept, (sorted_x, y, infos) = workspaces()
@@ -202,7 +204,7 @@ class _MultiProduct(Base):
             params = SHRINK_PARAMS.pack(*pointers, infos, infos + 16 * capacity, *of_shrink)
             if group is not None:
                 group.launch((-(-M // GROUP_ROWS), 1, 1), (THREADS, 1, 1), (params,))
-            shrink.launch((M, slices, 1), (SHRINK_THREADS, 1, 1), (params,))
+            shrink.launch(grid, (SHRINK_THREADS, 1, 1), (params,))
             adapters = ADAPTERS.pack(b, y, ranks, columns, infos, *of_adapters)
             run((*operands[: len(ROLES)], adapters), [sorted_x, *addresses[1 : len(ROLES)]], alpha, beta)
 

@@ -15,6 +15,7 @@ RANK_STEP = 16  # a slot has room for a multiple of it
 SHRINK_THREADS, THREADS = 512, 256  # of a block of the shrink kernel; of the others
 GROUP_ROWS = 32  # whose places a block of the group kernel finds
 MOST_GROUPED = 256  # rows that every block of the shrink kernel sorts by itself, which saves a launch
+PLACES = 4  # that a block of the shrink kernel looks at where it need not sort
 
 _BUFFERS = {64: 2, 128: 1}  # by the height of a tile: a warp's place for sixteen ranks of b of one adapter
 

@@ -52,8 +52,9 @@ def same(device, got, want) -> None:
 # --- rows and slots -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(6, 40, 72), (70, 24, 40), (1, 130, 33)], ids=str)
+@pytest.mark.parametrize(
+    "size, dtype", [((6, 40, 72), "float16"), ((70, 24, 40), "bfloat16"), ((1, 130, 33), "float16")], ids=str
+)
 def test_rows_without_an_adapter(device, rng, size, dtype):
     """-1, numbers that are no slot and empty slots: the bits of gemm, though other rows of the tile have adapters."""
     M, N, K = size
@@ -76,7 +77,7 @@ def test_rows_without_an_adapter(device, rng, size, dtype):
 RANKS = [1, 5, 8, 16, 24, 33, 0, 64]
 
 
-@pytest.mark.parametrize("max_rank", [64, 40, 100])
+@pytest.mark.parametrize("max_rank", [64, 100])
 def test_mixed_ranks(device, rng, max_rank):
     """In one batch, in slots padded with NaN."""
     M, N, K = 40, 50, 70
@@ -295,8 +296,7 @@ def test_slices(device, rng, case):
     same(device, out, reference(x, c, adapters, indices))
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, activation", [("float16", None), ("bfloat16", "gelu"), ("float16", "swiglu")])
 def test_epilogue(device, rng, dtype, activation):
     """Bias and residual belong to the rows of the result; gate and up have adapters of their own."""
     M, N, K = 20, 2 * 36, 40
@@ -350,12 +350,11 @@ def test_nothing(device, rng):
 
 # --- Hopper ---------------------------------------------------------------------------------------------------------
 
-# block_m, block_n, cluster
-TILES = [(64, 128, 1), (64, 64, 2), (128, 192, 1), (128, 64, 2)]
+# block_m, block_n, cluster, order of the weight
+TILES = [(64, 128, 1, "C"), (64, 64, 2, "F"), (128, 192, 1, "F"), (128, 64, 2, "C")]
 
 
-@pytest.mark.parametrize("block_m, block_n, cluster", TILES)
-@pytest.mark.parametrize("order", "CF")
+@pytest.mark.parametrize("block_m, block_n, cluster, order", TILES)
 def test_hopper_tiles(hopper, force, rng, block_m, block_n, cluster, order):
     """Several tiles a block, slices of K, steps of 16 ranks, slices of columns: through TMA and not."""
     force(block_n, block_m=block_m, cluster=cluster, stages=3)
@@ -399,14 +398,13 @@ def test_single_row(device, rng):
     np.testing.assert_array_equal(bits(device, out), bits(device, base))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_hopper_rows_without_an_adapter(hopper, rng, dtype):
+def test_hopper_rows_without_an_adapter(hopper, rng):
     """The bits of gemm with the configuration that gemm takes, plain, and with an epilogue."""
     M, N, K = 40, 72, 200
-    x, c = (hopper.put(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in ((M, K), (K, N)))
+    x, c = (hopper.put(rng.standard_normal(shape).astype(DTYPES["bfloat16"])) for shape in ((M, K), (K, N)))
     residual = hopper.put(rng.standard_normal((M, N)).astype(np.float32))
     op = MultiLoRA(c, 2, 8)
-    load(hopper, op, {0: adapter(rng, K, N, 8, dtype=dtype)})
+    load(hopper, op, {0: adapter(rng, K, N, 8, dtype="bfloat16")})
     indices = rng.integers(-1, 1, M).astype(np.int32)
     for epilogue in ({}, {"residual": residual}):
         got = op(x, hopper.put(indices), **epilogue)
