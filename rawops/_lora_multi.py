@@ -226,7 +226,8 @@ class MultiLoRA:
 
     Row i of the result is ``activation(x[i] @ c + scaling * (x[i] @ a) @ b + bias) + residual[i]`` with the adapter in
     slot ``lora_indices[i]``. Both products are added in one float32 accumulator before the only write of the result,
-    and the intermediate ``x @ a`` is float32. Rows without an adapter have the bits of `rawops.gemm`.
+    and the intermediate ``x @ a`` is float32. Rows without an adapter have the bits of `rawops.gemm`, as it is
+    configured without tuning.
 
     One launch sorts the rows by adapter and makes ``x @ a`` on tensor cores (two launches for more than 256 rows), the
     next is the GEMM, whose tiles take in ``b`` once for all their rows of an adapter: segments of rows as in Punica's
@@ -384,6 +385,7 @@ class SlicedLoRA(MultiLoRA):
             self._index[...] = 0
 
     def __call__(self, x, *, residual=None, out=None):
+        check_given(self._function, x=x)
         return super().__call__(x, np.broadcast_to(self._index, x.shape[:-1]), residual=residual, out=out)
 
 

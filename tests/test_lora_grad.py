@@ -83,7 +83,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view, operand", zip(VIEWS, ("dout", "x", "a"), strict=True))
+@pytest.mark.parametrize("view, operand", [*zip(VIEWS, ("dout", "x", "a"), strict=True)])
 def test_views(device, rng, operand, view):
     inputs = operands(rng, 16, 32, 24, 8)
     rows, cols = inputs[operand].shape
