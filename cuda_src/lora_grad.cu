@@ -13,7 +13,7 @@ struct GradSide {
     const float* y;  // (M, rank)
     void* out;       // (cols, rank)
     int64_t x_row, x_col, y_row, out_row, out_col;
-    int cols, flags;
+    int cols, float_out;
 };
 struct GradParams {
     GradSide sides[2];
@@ -21,14 +21,16 @@ struct GradParams {
     float scaling;
 };
 
-enum GradFlags : int { kVectors = 1, kFloatOut = 2 };  // eight columns of x may move as one; float32 results
-
 constexpr int kGradWarps = 12, kGradThreads = kGradWarps * kWarpSize, kGradCols = 64, kGradAtoms = kGradCols / 8;
 
-// Eight neighbouring columns of a row, of which `count` exist; the others become zero.
-template <class T> __device__ inline uint4 read_columns(const T* from, int64_t stride, int count, bool vectors) {
+// Eight neighbouring columns of a row, of which `count` exist; the others become zero. kVectors: eight or none, as one.
+template <class T, bool kVectors>
+__device__ inline uint4 read_columns(const T* from, int64_t stride, int count) {
     uint4 bits = {};
-    if (vectors && count >= 8) return *reinterpret_cast<const uint4*>(from);
+    if (kVectors) {
+        if (count > 0) bits = *reinterpret_cast<const uint4*>(from);
+        return bits;
+    }
     auto* elements = reinterpret_cast<uint16_t*>(&bits);
     const auto* source = reinterpret_cast<const uint16_t*>(from);
 #pragma unroll
@@ -41,14 +43,16 @@ template <class T> struct GradRows {
     uint4 x[4];
     float y[2][4];
 
-    __device__ void read(const GradSide& side, int m, int M, int first, int rank, int ranks, bool vectors, int lane) {
+    template <bool kVectors>
+    __device__ void read(const GradSide& side, int m, int M, int first, int rank, int ranks, int lane) {
         const int g = lane / 4, t = lane % 4;
         const T* from = static_cast<const T*>(side.x) + (first + g * 8) * side.x_col;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = m + t * 4 + i;
             const bool exists = row < M;
-            x[i] = read_columns(from + row * side.x_row, side.x_col, exists ? side.cols - first - g * 8 : 0, vectors);
+            const int count = exists ? side.cols - first - g * 8 : 0;
+            x[i] = read_columns<T, kVectors>(from + row * side.x_row, side.x_col, count);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int own = rank + j * 8 + g;
@@ -101,7 +105,7 @@ __device__ inline void add_rows(float (&acc)[kGradAtoms][4], GradRows<T>& rows, 
 }
 
 // Sixteen ranks and 64 columns a block; the blocks that share columns are neighbours.
-template <class T>
+template <class T, bool kVectors>
 __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant__ GradParams params) {
     constexpr int STEP = kGradWarps * 16;
     __shared__ float sums[16][kGradCols + 4];
@@ -110,7 +114,6 @@ __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant_
     const int rank = blockIdx.x % groups * 16, tile = blockIdx.x / groups;
     const GradSide& side = params.sides[tile >= tiles];
     const int first = (tile >= tiles ? tile - tiles : tile) * kGradCols;
-    const bool vectors = side.flags & kVectors;
 
     float acc[kGradAtoms][4];
     bool careful = false;
@@ -119,11 +122,11 @@ __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant_
 #pragma unroll
         for (int i = 0; i < kGradAtoms * 4; ++i) acc[i / 4][i % 4] = 0;
         GradRows<T> rows, next;
-        next.read(side, warp * 16, params.M, first, rank, params.rank, vectors, lane);
+        next.template read<kVectors>(side, warp * 16, params.M, first, rank, params.rank, lane);
 #pragma unroll 1
         for (int m = warp * 16; m < params.M; m += STEP) {
             rows = next;
-            next.read(side, m + STEP, params.M, first, rank, params.rank, vectors, lane);
+            next.template read<kVectors>(side, m + STEP, params.M, first, rank, params.rank, lane);
             add_rows(acc, rows, careful);
         }
         bool nan = false;
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant_
         if (rank + r >= params.rank || first + col >= side.cols) continue;
         const float value = params.scaling * sums[r][col];
         const int64_t at = (first + col) * side.out_row + (rank + r) * side.out_col;
-        if (side.flags & kFloatOut) static_cast<float*>(side.out)[at] = value;
+        if (side.float_out) static_cast<float*>(side.out)[at] = value;
         else static_cast<T*>(side.out)[at] = narrow<T>(value);
     }
 }

@@ -18,14 +18,13 @@ from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 _FUNCTION = "lora_linear_backward"
 _COLUMNS, _RANKS, _THREADS = 64, 16, 384  # of a block
-_VECTORS, _FLOAT_OUT = 1, 2  # GradFlags in lora_grad.cu
 
 
 def _side(name: str) -> dict[str, str]:
     return {
         **{f"{name}_{field}": "pointer" for field in ("x", "y", "out")},
         **{f"{name}_{field}": "int64" for field in ("x_row", "x_col", "y_row", "out_row", "out_col")},
-        **{f"{name}_{field}": "int32" for field in ("cols", "flags")},
+        **{f"{name}_{field}": "int32" for field in ("cols", "float_out")},
     }
 
 
@@ -33,9 +32,9 @@ _PARAMS = ParamStruct("GradParams", **_side("a"), **_side("b"), M="int32", rank=
 GRAD = KernelSpec(
     source="lora_grad.cu",
     entry="rawops::lora_grad",
-    template=("dtype",),
-    choices={"dtype": ("float16", "bfloat16")},
-    smoke=({"dtype": "bfloat16"}, {"dtype": "float16"}),
+    template=("dtype", "vectors"),
+    choices={"dtype": ("float16", "bfloat16"), "vectors": (True, False)},
+    smoke=({"dtype": "bfloat16", "vectors": True}, {"dtype": "float16", "vectors": False}),
     params=_PARAMS,
 )
 
@@ -184,7 +183,8 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
     dy = _low_rank(device, dout, b.T) if made is None else made.reshape(rows, -1)
     y = _low_rank(device, x, a)
     sides = [*_pack_side(device, x, dy, da), *_pack_side(device, dout, y, db.T)]
-    kernel = GRAD.kernel(device, dtype=dtypes.name(x.dtype))
+    vectors = all(_comes_in_eights(device, rows) for rows in (x, dout))
+    kernel = GRAD.kernel(device, dtype=dtypes.name(x.dtype), vectors=vectors)
     tiles = -(-x.shape[1] // _COLUMNS) + -(-dout.shape[1] // _COLUMNS)
     kernel.launch((tiles * -(-rank // _RANKS), 1, 1), (_THREADS, 1, 1), (_PARAMS.pack(*sides, rows, rank, scaling),))
 
@@ -195,20 +195,14 @@ def _low_rank(device, x, a):
     return _step()((x, a, y, *NOTHING[1:]))
 
 
+def _comes_in_eights(device, x) -> bool:
+    """Tell whether eight neighbouring columns can always be read as one."""
+    row, col = (s // x.dtype.itemsize for s in x.strides)
+    return col == 1 and row % 8 == 0 and x.shape[1] % 8 == 0 and device.pointer(x) % 16 == 0
+
+
 def _pack_side(device, x, y, out) -> tuple:
-    x_row, x_col = (s // x.dtype.itemsize for s in x.strides)
+    x_strides = (s // x.dtype.itemsize for s in x.strides)
     out_strides = (s // out.dtype.itemsize for s in out.strides)
-    address = device.pointer(x)
-    flags = _VECTORS if x_col == 1 and x_row % 8 == 0 and address % 16 == 0 else 0
-    flags |= _FLOAT_OUT if out.dtype == np.dtype("float32") else 0
-    return (
-        address,
-        device.pointer(y),
-        device.pointer(out),
-        x_row,
-        x_col,
-        y.strides[0] // 4,
-        *out_strides,
-        x.shape[1],
-        flags,
-    )
+    pointers = (device.pointer(array) for array in (x, y, out))
+    return (*pointers, *x_strides, y.strides[0] // 4, *out_strides, x.shape[1], int(out.dtype == np.dtype("float32")))
