@@ -1,8 +1,8 @@
 // The gradients of the low-rank factors: scaling * x^T @ y for two pairs at once, x with 16 bits and y in float32.
 //
-// A block walks over all rows of 64 columns of an x. Its warps take sixteen rows at a time, straight from memory: a
-// thread has eight neighbouring columns of four rows, and the order of columns within an atom is free as long as it is
-// undone when they are written. y goes in as a sum of values of x's type, so x needs no conversion.
+// A block walks over all rows of 64 columns of an x. Its warps take sixteen rows at a time, each from a ring of its own
+// in shared memory: a thread has eight neighbouring columns of four rows, and the order of columns within an atom is
+// free as long as it is undone when they are written. y goes in as a sum of values of x's type, so x needs no conversion.
 #include "common/adapters.cuh"
 
 namespace rawops {
@@ -10,7 +10,7 @@ namespace rawops {
 // As _lora_grad.py packs it; strides in elements.
 struct GradSide {
     const void* x;   // (M, cols)
-    const float* y;  // (M, rank)
+    const float* y;  // (M, rank), rows on 16-byte boundaries
     void* out;       // (cols, rank)
     int64_t x_row, x_col, y_row, out_row, out_col;
     int cols, float_out;
@@ -21,16 +21,12 @@ struct GradParams {
     float scaling;
 };
 
-constexpr int kGradWarps = 12, kGradThreads = kGradWarps * kWarpSize, kGradCols = 64, kGradAtoms = kGradCols / 8;
+constexpr int kGradWarps = 8, kGradThreads = kGradWarps * kWarpSize, kGradCols = 64, kGradAtoms = kGradCols / 8;
+constexpr int kGradStages = 4, kGradStageBytes = 16 * (kGradCols * 2 + 64);  // sixteen rows of x, and 16 ranks of y
 
-// Eight neighbouring columns of a row, of which `count` exist; the others become zero. kVectors: eight or none, as one.
-template <class T, bool kVectors>
-__device__ inline uint4 read_columns(const T* from, int64_t stride, int count) {
+// Eight neighbouring columns of a row, of which `count` exist; the others become zero.
+template <class T> __device__ inline uint4 read_columns(const T* from, int64_t stride, int count) {
     uint4 bits = {};
-    if (kVectors) {
-        if (count > 0) bits = *reinterpret_cast<const uint4*>(from);
-        return bits;
-    }
     auto* elements = reinterpret_cast<uint16_t*>(&bits);
     const auto* source = reinterpret_cast<const uint16_t*>(from);
 #pragma unroll
@@ -38,26 +34,48 @@ __device__ inline uint4 read_columns(const T* from, int64_t stride, int count) {
     return bits;
 }
 
-// Rows 4t .. 4t + 3 of sixteen, as a thread reads them: columns 8g .. 8g + 7 of x, ranks g and g + 8 of y.
+// Starts the copy of rows m .. m + 15 to a stage; what does not exist becomes zero.
+template <class T, bool kVectors>
+__device__ inline void fetch_rows(uint32_t stage, const GradSide& side, int m, int M, int first, int rank, int ranks,
+                                  int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = i * 4 + lane / 8, col = lane % 8 * 8, count = m + row < M ? side.cols - first - col : 0;
+        const T* from = static_cast<const T*>(side.x) + (m + row) * side.x_row + (first + col) * side.x_col;
+        const uint32_t to = stage + row * (kGradCols * 2) + col * 2;
+        if constexpr (kVectors) {
+            cp_async<16>(to, from, count > 0 ? 16 : 0);
+        } else {
+            const uint4 bits = read_columns<T>(from, side.x_col, count);
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z),
+                         "r"(bits.w)
+                         : "memory");
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = i * 8 + lane / 4, own = rank + lane % 4 * 4;
+        const int count = m + row < M ? clamp(ranks - own, 0, 4) : 0;
+        const uint32_t to = stage + 16 * kGradCols * 2 + row * 64 + lane % 4 * 16;
+        cp_async<16>(to, side.y + (m + row) * side.y_row + own, count * 4);
+    }
+    cp_async_commit();
+}
+
+// Rows 4t .. 4t + 3 of sixteen, as a thread has them: columns 8g .. 8g + 7 of x, ranks g and g + 8 of y.
 template <class T> struct GradRows {
     uint4 x[4];
     float y[2][4];
 
-    template <bool kVectors>
-    __device__ void read(const GradSide& side, int m, int M, int first, int rank, int ranks, int lane) {
+    __device__ void read(const char* stage, int lane) {
         const int g = lane / 4, t = lane % 4;
-        const T* from = static_cast<const T*>(side.x) + (first + g * 8) * side.x_col;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = m + t * 4 + i;
-            const bool exists = row < M;
-            const int count = exists ? side.cols - first - g * 8 : 0;
-            x[i] = read_columns<T, kVectors>(from + row * side.x_row, side.x_col, count);
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int own = rank + j * 8 + g;
-                y[j][i] = exists && own < ranks ? side.y[row * side.y_row + own] : 0;
-            }
+            const int row = t * 4 + i;
+            x[i] = *reinterpret_cast<const uint4*>(stage + row * (kGradCols * 2) + g * 16);
+            const auto* ranks = reinterpret_cast<const float*>(stage + 16 * kGradCols * 2 + row * 64);
+            y[0][i] = ranks[g];
+            y[1][i] = ranks[g + 8];
         }
     }
     // The pairs of rows of column 8g + atom.
@@ -104,11 +122,14 @@ __device__ inline void add_rows(float (&acc)[kGradAtoms][4], GradRows<T>& rows, 
     }
 }
 
-// Sixteen ranks and 64 columns a block; the blocks that share columns are neighbours.
+// Sixteen ranks and 64 columns a block; the blocks that share columns are neighbours. kVectors: eight neighbouring
+// columns exist or none of them does, and they may move as one.
 template <class T, bool kVectors>
 __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant__ GradParams params) {
     constexpr int STEP = kGradWarps * 16;
-    __shared__ float sums[16][kGradCols + 4];
+    using Sums = float[16][kGradCols + 4];
+    extern __shared__ __align__(128) char shared[];
+    static_assert(sizeof(Sums) <= kGradWarps * kGradStages * kGradStageBytes, "the sums take over the rings");
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
     const int groups = ceil_div(params.rank, 16), tiles = ceil_div(params.sides[0].cols, kGradCols);
     const int rank = blockIdx.x % groups * 16, tile = blockIdx.x / groups;
@@ -121,14 +142,26 @@ __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant_
     while (true) {
 #pragma unroll
         for (int i = 0; i < kGradAtoms * 4; ++i) acc[i / 4][i % 4] = 0;
-        GradRows<T> rows, next;
-        next.template read<kVectors>(side, warp * 16, params.M, first, rank, params.rank, lane);
+        char* ring = shared + warp * (kGradStages * kGradStageBytes);
+        auto fetch = [&](int stage, int m) {
+            const uint32_t to = shared_address(ring + stage * kGradStageBytes);
+            fetch_rows<T, kVectors>(to, side, m, params.M, first, rank, params.rank, lane);
+        };
+#pragma unroll
+        for (int stage = 0; stage < kGradStages - 1; ++stage) fetch(stage, (warp + stage * kGradWarps) * 16);
+        int stage = 0;
 #pragma unroll 1
         for (int m = warp * 16; m < params.M; m += STEP) {
-            rows = next;
-            next.template read<kVectors>(side, m + STEP, params.M, first, rank, params.rank, lane);
+            GradRows<T> rows;
+            cp_async_wait<kGradStages - 2>();
+            __syncwarp();
+            rows.read(ring + stage * kGradStageBytes, lane);
+            __syncwarp();  // the stage before this one is free, too, and is filled next
+            fetch((stage + kGradStages - 1) % kGradStages, m + (kGradStages - 1) * STEP);
+            stage = (stage + 1) % kGradStages;
             add_rows(acc, rows, careful);
         }
+        cp_async_wait<0>();
         bool nan = false;
 #pragma unroll
         for (int i = 0; i < kGradAtoms * 4; ++i) nan |= acc[i / 4][i % 4] != acc[i / 4][i % 4];
@@ -136,6 +169,7 @@ __global__ void __launch_bounds__(kGradThreads) lora_grad(const __grid_constant_
         careful = true;
     }
 
+    Sums& sums = *reinterpret_cast<Sums*>(shared);
     for (int turn = 0; turn < kGradWarps; ++turn) {  // always in the same order
         if (warp == turn) {
 #pragma unroll

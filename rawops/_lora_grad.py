@@ -17,7 +17,8 @@ from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 _FUNCTION = "lora_linear_backward"
-_COLUMNS, _RANKS, _THREADS = 64, 16, 384  # of a block
+_COLUMNS, _RANKS, _THREADS = 64, 16, 256  # of a block
+_SHARED_BYTES = 8 * 4 * 16 * (128 + 64)  # the rings of its warps
 
 
 def _side(name: str) -> dict[str, str]:
@@ -186,13 +187,19 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
     vectors = all(_comes_in_eights(device, rows) for rows in (x, dout))
     kernel = GRAD.kernel(device, dtype=dtypes.name(x.dtype), vectors=vectors)
     tiles = -(-x.shape[1] // _COLUMNS) + -(-dout.shape[1] // _COLUMNS)
-    kernel.launch((tiles * -(-rank // _RANKS), 1, 1), (_THREADS, 1, 1), (_PARAMS.pack(*sides, rows, rank, scaling),))
+    kernel.launch(
+        (tiles * -(-rank // _RANKS), 1, 1),
+        (_THREADS, 1, 1),
+        (_PARAMS.pack(*sides, rows, rank, scaling),),
+        _SHARED_BYTES,
+    )
 
 
 def _low_rank(device, x, a):
     """Return x @ a in float32."""
-    y = device.empty((x.shape[0], a.shape[1]), np.dtype("float32"))
-    return _step()((x, a, y, *NOTHING[1:]))
+    rank = a.shape[1]
+    y = device.empty((x.shape[0], -(-rank // 4) * 4), np.dtype("float32"))  # rows on 16-byte boundaries
+    return _step()((x, a, y[:, :rank], *NOTHING[1:]))
 
 
 def _comes_in_eights(device, x) -> bool:

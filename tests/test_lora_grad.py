@@ -34,7 +34,10 @@ def put(device, inputs: dict) -> dict:
     return {name: device.put(x) for name, x in inputs.items()}
 
 
-@pytest.mark.parametrize("size, rank", [((1, 7, 129), 8), ((210, 65, 24), 33), ((9, 64, 1), 1)], ids=str)
+SIZES = [((1, 7, 129), 8), ((70, 65, 24), 33), ((700, 9, 24), 3), ((9, 64, 1), 1)]  # (M, N, K), rank
+
+
+@pytest.mark.parametrize("size, rank", SIZES, ids=str)
 def test_sizes_and_ranks(device, rng, size, rank):
     M, N, K = size
     inputs = operands(rng, *size, rank)
