@@ -28,33 +28,51 @@ __global__ void __launch_bounds__(kPackedThreads, 1)
 
     const int base = blockIdx.y * block_size;  // a multiple of VEC
     const int count = min_of(block_size, x_size - base), whole = count / VEC;
-    for (int i = threadIdx.x; i < whole; i += kPackedThreads) {
-        reinterpret_cast<Stretch*>(own)[i] = reinterpret_cast<const Stretch*>(x + base)[i];
+    for (int first = threadIdx.x; first < whole; first += 4 * kPackedThreads) {
+        Stretch stretches[4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+            const int i = first + u * kPackedThreads;
+            if (i < whole) stretches[u] = reinterpret_cast<const Stretch*>(x + base)[i];
+        }
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+            const int i = first + u * kPackedThreads;
+            if (i < whole) reinterpret_cast<Stretch*>(own)[i] = stretches[u];
+        }
     }
     for (int i = whole * VEC + threadIdx.x; i < count; i += kPackedThreads) own[i] = x[base + i];
     __syncthreads();
 
     const int lane = threadIdx.x % kWarpSize, last = first_slices[blockIdx.y + 1];
+    const int step = gridDim.x * kPackedWarps;
+    int slice = first_slices[blockIdx.y] + blockIdx.x + gridDim.x * (threadIdx.x / kWarpSize);
+    int64_t next_start = slice < last ? starts[slice] : 0, next_end = slice < last ? starts[slice + 1] : 0;
     double squares = 0;
-    for (int slice = first_slices[blockIdx.y] + blockIdx.x + gridDim.x * (threadIdx.x / kWarpSize); slice < last;
-         slice += gridDim.x * kPackedWarps) {
-        const int64_t start = starts[slice];
-        const int length = to_x != 0 ? int(starts[slice + 1] - start) / kWarpSize : 0;
+    for (; slice < last; slice += step) {
+        const int64_t start = next_start;
+        const int length = to_x != 0 ? int(next_end - start) / kWarpSize : 0;
+        if (slice + step < last) next_start = starts[slice + step], next_end = starts[slice + step + 1];
         const V* value = data + start + lane;
         const uint16_t* index = indices + start + lane;
         R sums[2] = {};
-        for (int k = 0; k < length; k += UNROLL, value += UNROLL * kWarpSize, index += UNROLL * kWarpSize) {
-            R values[UNROLL];
-            int places[UNROLL];
+        int k = 0;
+        for (; k + UNROLL <= length; k += UNROLL, value += UNROLL * kWarpSize, index += UNROLL * kWarpSize) {
+            V values[UNROLL];
+            uint16_t places[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const bool exists = k + u < length;
-                values[u] = exists ? R(value[u * kWarpSize]) : R(0);
-                places[u] = exists ? index[u * kWarpSize] : 0;
-            }
+            for (int u = 0; u < UNROLL; ++u) values[u] = value[u * kWarpSize], places[u] = index[u * kWarpSize];
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) sums[u % 2] += values[u] * own[places[u]];
+            for (int u = 0; u < UNROLL; ++u) sums[u % 2] += R(values[u]) * own[places[u]];
         }
+        V values[UNROLL] = {};
+        uint16_t places[UNROLL] = {};
+#pragma unroll
+        for (int u = 0; u < UNROLL - 1; ++u) {
+            if (k + u < length) values[u] = value[u * kWarpSize], places[u] = index[u * kWarpSize];
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL - 1; ++u) sums[u % 2] += R(values[u]) * own[places[u]];
         const R sum = sums[0] + sums[1];
         const int slot = slice * kWarpSize + lane;
         if constexpr (kFused) {

@@ -19,6 +19,8 @@ _THREADS = 1024
 _MOST_ENTRIES = 1 << 16  # of the vector in a block: places are 16 bits
 _KEPT_BYTES = 8 << 10  # of shared memory, for the kernel's own use
 _FEWEST = 4  # entries of a row in a block, below which the layout does not pay
+_RANGES = 3  # of rows, that share a block of the vector
+_LONG = 16  # entries of a row in a block, above which more blocks cost little
 _TYPES = {"V": ("float32", "float64"), "R": ("float32", "float64"), "kFused": (True, False)}
 
 PACKED = KernelSpec(
@@ -88,20 +90,24 @@ class PackedProduct:
                 column = self._place[column]
             else:
                 row = self._place[row]
-            blocks, size = self._blocks(rows.shape[1], itemsize)
+            blocks, size = self._blocks(rows.shape[1], rows.nnz / max(count, 1), itemsize)
             if rows.nnz < _FEWEST * count * blocks:
                 got = f"{rows.nnz / max(count * blocks, 1):.1f} in {'A^H' if transposed else 'A'}"
                 fail(ValueError, self._function, "pack", f"be False below {_FEWEST} entries a row and block", got)
             self._packed[key] = _pack(xp, rows.data, row, column, (count, rows.shape[1]), blocks, size)
         return self._packed[key]
 
-    def _blocks(self, length: int, itemsize: int) -> tuple[int, int]:
-        """Return how many blocks a vector comes in, few and so that they fill the SMs evenly, and their size."""
+    def _blocks(self, length: int, entries: float, itemsize: int) -> tuple[int, int]:
+        """Return how many blocks a vector comes in and their size, where a row has that many entries.
+
+        Every range of rows loads its block anew: few ranges and many blocks, as long as rows stay long enough.
+        """
         most = min(_MOST_ENTRIES, (self.device.max_shared_bytes - _KEPT_BYTES) // itemsize) // 4 * 4
-        fewest, sms = max(1, ceil_div(length, most)), self.device.sm_count
-        if fewest > 1:
-            fewest = max(range(fewest, 2 * fewest + 1), key=lambda n: (n <= sms and sms // n * n > 0.97 * sms, -n))
-        return fewest, ceil_div(ceil_div(length, fewest), 4) * 4
+        blocks, sms = max(1, ceil_div(length, most)), self.device.sm_count
+        if blocks > 1:
+            wanted = max(sms // _RANGES, 1)
+            blocks = max(blocks, min(wanted, int(entries / _LONG)))
+        return blocks, ceil_div(ceil_div(length, blocks), 4) * 4
 
     def bind(self, vectors: Vectors) -> BoundPacked:
         return BoundPacked(self, vectors)
