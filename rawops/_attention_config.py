@@ -149,9 +149,10 @@ def tiles_of(head_dim: int, head_dim_v: int, score: int = 0) -> list[Tile]:
     if head_dim_v > 128:
         large = [(128, 64, 8), (128, 32, 8)]
     elif head_dim_v > 96:
-        large = [(128, 32, 4)]
+        large = [(128, 48, 4)] if head_dim <= 128 and score == 0 else []
+        large += [(128, 32, 4)]
     else:
-        large = [(128, 128, 4)] if max(head_dim, head_dim_v) == 64 and score == 0 else []
+        large = [(128, 112, 4)] if max(head_dim, head_dim_v) == 64 and score == 0 else []
         large += [(128, 64, 4), (128, 32, 4)]
     return [Tile(head_dim, head_dim_v, m, n, warps) for m, n, warps in [*large, (64, 64, 4), (64, 32, 4)]]
 

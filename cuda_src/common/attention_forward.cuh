@@ -81,25 +81,34 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
         fetch_q();
 #pragma unroll
         for (int index = 0; index < STAGES - 1; ++index) fetch(work.keys.begin + index * BLOCK_N, index);
+        // Keys that all rows see: for blocks of these nothing else needs to be known.
+        const int plain_begin = block.visible(shape, query(work.last)).begin;
+        const int plain_end = block.visible(shape, query(work.first)).end;
         int stage = 0;
 #pragma unroll 1
         for (int key = work.keys.begin; key < work.keys.end; key += BLOCK_N) {
             cp_async_wait<STAGES - 2>();
             __syncthreads();  // the stage is visible to all, and all have left the one before, which is filled next
-            fetch(key + (STAGES - 1) * BLOCK_N, stage == 0 ? STAGES - 1 : stage - 1);
             const uint32_t tile_k = shared + TileQ::BYTES + stage * STAGE_BYTES, tile_v = tile_k + TileK::BYTES;
-            if (is_cut(key) && clear_nonfinite(tile_v)) work.has_cleared = true;
-            const int first_row = work.first + warp * WARP_M;
-            const KeyRange at_first = block.visible(shape, query(first_row));
-            const KeyRange at_last = block.visible(shape, query(first_row + WARP_M - 1));
-            const bool sees_all = key >= at_last.begin && key + BLOCK_N <= at_first.end;
-            if (first_row <= work.last && key < at_last.end && key + BLOCK_N > at_first.begin) {
+            bool sees_some = true, sees_all = true;
+            if (key < plain_begin || key + BLOCK_N > plain_end) {
+                if (min_of(key + BLOCK_N, block.k_len) > plain_end || key < plain_begin) clear_nonfinite(tile_v);
+                const int first_row = work.first + warp * WARP_M;
+                const KeyRange at_first = block.visible(shape, query(first_row));
+                const KeyRange at_last = block.visible(shape, query(first_row + WARP_M - 1));
+                sees_some = first_row <= work.last && key < at_last.end && key + BLOCK_N > at_first.begin;
+                sees_all = key >= at_last.begin && key + BLOCK_N <= at_first.end;
+            }
+            if (sees_some) {
                 Scores scores = {};
                 Weights weights;
                 multiply_qk(scores, tile_k);
+                fetch(key + (STAGES - 1) * BLOCK_N, stage == 0 ? STAGES - 1 : stage - 1);
                 if (kScore != 0 || !sees_all) make_scores(scores, key, sees_all);
                 softmax.template step<T>(scores, weights, acc, kScore == 0 ? shape.scale : 1.0f);
                 multiply_pv(weights, tile_v);
+            } else {
+                fetch(key + (STAGES - 1) * BLOCK_N, stage == 0 ? STAGES - 1 : stage - 1);
             }
             stage = stage == STAGES - 1 ? 0 : stage + 1;
         }
@@ -232,15 +241,8 @@ private:
 
     // --- a value that is not finite, next to rows that do not see it: a weight of 0 would make it NaN
 
-    // Whether some row of the block sees only a part of these keys, the same for all threads.
-    __device__ bool is_cut(int key) const {
-        const AttentionShape& shape = params.shape;
-        return key < block.visible(shape, query(work.last)).begin ||
-               min_of(key + BLOCK_N, block.k_len) > block.visible(shape, query(work.first)).end;
-    }
-
-    // Puts zeros in the place of such values and tells whether there were any.
-    __device__ bool clear_nonfinite(uint32_t tile_v) const {
+    // Puts zeros in the place of such values, and remembers if there were any.
+    __device__ void clear_nonfinite(uint32_t tile_v) const {
         uint32_t found = 0;
 #pragma unroll 2
         for (int byte = threadIdx.x * 16; byte < TileV::BYTES; byte += THREADS * 16) {
@@ -251,7 +253,8 @@ private:
                          : "memory");
             found |= nonfinite_halves<T>(x) | nonfinite_halves<T>(y) | nonfinite_halves<T>(z) | nonfinite_halves<T>(w);
         }
-        if (!__syncthreads_or(found)) return false;
+        if (!__syncthreads_or(found)) return;
+        work.has_cleared = true;
 #pragma unroll 1
         for (int byte = threadIdx.x * 4; byte < TileV::BYTES; byte += THREADS * 4) {
             uint32_t word;
@@ -260,7 +263,6 @@ private:
             asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile_v + byte), "r"(word & ~(bad * 0xffff)) : "memory");
         }
         __syncthreads();
-        return true;
     }
 
     // Adds the values that were cleared to the rows that see them, in the result: rare enough to take its time.

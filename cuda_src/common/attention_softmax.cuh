@@ -101,6 +101,8 @@ template <int ATOMS_M> struct OnlineSoftmax {
     template <class T, int ATOMS_N, int ATOMS_V>
     __device__ void step(const float (&scores)[ATOMS_M][ATOMS_N][4], uint32_t (&weights)[ATOMS_M][ATOMS_N / 2][4],
                          float (&acc)[ATOMS_M][ATOMS_V][4], float scale) {
+        float base[ROWS], factor[ROWS];
+        bool changed = false;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int e = r % 2 * 2;
@@ -110,22 +112,30 @@ template <int ATOMS_M> struct OnlineSoftmax {
                 highest = fmaxf(highest, fmaxf(scores[r / 2][j][e], scores[r / 2][j][e + 1]));
             }
             const float next = fmaxf(max[r], quad_max(highest) * scale);
-            const float base = next == -infinity() ? 0.0f : next;  // no key so far: weights of exp2(-inf) = 0
-            const float factor = exp2_fast(max[r] - base);
+            base[r] = next == -infinity() ? 0.0f : next;  // no key so far: weights of exp2(-inf) = 0
+            factor[r] = exp2_fast(max[r] - base[r]);
+            changed |= factor[r] != 1.0f;
             max[r] = next;
-            if (__any_sync(~0u, factor != 1.0f)) {
-                sum[r] *= factor;
+        }
+        if (__any_sync(~0u, changed)) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                sum[r] *= factor[r];
 #pragma unroll
                 for (int j = 0; j < ATOMS_V; ++j) {
-                    acc[r / 2][j][e] *= factor;
-                    acc[r / 2][j][e + 1] *= factor;
+                    acc[r / 2][j][r % 2 * 2] *= factor[r];
+                    acc[r / 2][j][r % 2 * 2 + 1] *= factor[r];
                 }
             }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const int e = r % 2 * 2;
 #pragma unroll
             for (int j = 0; j < ATOMS_N; ++j) {
                 // A product and a difference, not a fused one: the weight of the maximum is 1 to the bit.
-                const float low = exp2_fast(__fmul_rn(scores[r / 2][j][e], scale) - base);
-                const float high = exp2_fast(__fmul_rn(scores[r / 2][j][e + 1], scale) - base);
+                const float low = exp2_fast(__fmul_rn(scores[r / 2][j][e], scale) - base[r]);
+                const float high = exp2_fast(__fmul_rn(scores[r / 2][j][e + 1], scale) - base[r]);
                 weights[r / 2][j / 2][j % 2 * 2 + r % 2] = pack_pair<T>(low, high);
                 sum[r] += low + high;
             }
