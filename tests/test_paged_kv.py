@@ -9,7 +9,7 @@ from rawops import _paged_kv_attention, _paged_kv_prefill, config
 from rawops.config import Config
 from rawops.testing.tolerances import assert_close
 
-LENS = [33, 1, 16, 0, 70, 15]
+LENS = [33, 1, 16, 0]
 
 
 def run(device, p: Paged, q, **options):
@@ -56,9 +56,9 @@ def test_page_sizes(device, rng, page_size, layout):
 @pytest.mark.parametrize("head_dim", [7, 40, 64, 80, 96, 100, 128, 192, 256])
 def test_head_dims(device, rng, head_dim):
     """Those between the kernel's own are padded inside, and the default scale is that of the true one."""
-    p = Paged(rng, [19, 40], 1, head_dim, 16)
-    q = queries(rng, 2, 2, head_dim)
-    close(*run(device, p, q), *decode_reference(q, p), "float16", 40)
+    p = Paged(rng, [19], 1, head_dim, 16)
+    q = queries(rng, 1, 2, head_dim)
+    close(*run(device, p, q), *decode_reference(q, p), "float16", 19)
 
 
 @pytest.mark.parametrize("heads", [(28, 4), (24, 4), (15, 5), (48, 2), (40, 2), (17, 1), (3, 3)], ids=str)
@@ -77,10 +77,10 @@ def test_groups(device, heads, rng):
 def test_uniform_weights_spell_out_the_keys(device, rng):
     """q = 0 and V[j] = j: the mean of what was seen, with windows, at every split."""
     positions = lambda shape: np.broadcast_to(np.arange(shape[0])[:, None, None], shape)  # noqa: E731
-    p = Paged(rng, [6, 100, 1], 1, 64, 4, make=positions)
+    p = Paged(rng, [6, 50, 1], 1, 64, 4, make=positions)
     q = np.zeros((3, 1, 64), np.float16)
-    for left in (None, 0, 1, 17, 98, 99, 2**31 - 1):
-        for splits in (None, 1, 5):
+    for left in (None, 0, 1, 17, 48, 49, 2**31 - 1):
+        for splits in (None, 3):
             out, lse = run(device, p, q, window=(left, None), num_splits=splits)
             first = [max(0, n - 1 - (n if left is None else left)) for n in p.lens]
             want = [(n - 1 + f) / 2 for n, f in zip(p.lens, first, strict=True)]
@@ -129,19 +129,18 @@ def test_softcap_and_alibi(device, rng, dtype):
 
 def test_splits_agree(device, rng):
     """One block a head, a fixed number, more than there are tiles, and as many as the device finds fit."""
-    lens = [5, 0, 300, 64, 17]
+    lens = [5, 0, 150, 17]
     p = Paged(rng, lens, 2, 64, 16)
     q = queries(rng, len(lens), 8, 64)
     want = decode_reference(q, p)
-    for splits in (None, 1, 2, 7, 30):
-        close(*run(device, p, q, num_splits=splits), *want, "float16", 300)
+    for splits in (None, 1, 3, 30):
+        close(*run(device, p, q, num_splits=splits), *want, "float16", 150)
 
 
 GRIDS = {  # blocks for sequences of these lengths
-    (5, 0, 300, 64, 17, 1, 1): (1, 2, 5, 7, 31, 100),
-    (64, 64, 64, 64): (2, 3, 8, 9),  # items end where blocks do, or blocks are few too many for that
-    (64, 64, 64, 61): (8,),
-    (40, 40, 40): (7, 10),
+    (5, 0, 150, 64, 17, 1): (1, 2, 5, 17, 100),
+    (40, 40, 40, 40): (2, 3, 8, 9),  # items end where blocks do, or blocks are few too many for that
+    (40, 40, 40, 35): (8,),
 }
 
 
@@ -161,7 +160,7 @@ def test_shares_of_the_line_of_tiles(device, rng, monkeypatch, lens):
         monkeypatch.setattr(_paged_kv_attention, "plan_launch", with_grid)
         monkeypatch.setattr(_paged_kv_attention.OP, "_plans", {})
         monkeypatch.setattr(_paged_kv_attention.OP, "_last", (None,) * 4)
-        close(*run(device, p, q), *want, "float16", 300)
+        close(*run(device, p, q), *want, "float16", 150)
 
 
 def test_batch_does_not_matter_with_one_split(device, rng):
@@ -406,8 +405,8 @@ def test_scores_of_ragged_queries(device, rng, kernel):
         x[1] = np.concatenate([x[1], np.zeros((18, 1, 64), np.float16)])
     p.pages[p.table[1, 1], :, 14:] = 0
     cu, slopes = device.put(np.array([0, 4, 9], np.int32)), np.array([0.5, 0.02], np.float32)
-    for options in ({"softcap": 3.0}, {"alibi": slopes}, {"softmax_scale": -0.2}):
-        given = {"alibi_slopes": device.put(slopes)} if "alibi" in options else options
+    for options in ({"softcap": 3.0, "alibi": slopes}, {"softmax_scale": -0.2}):
+        given = {"alibi_slopes": device.put(slopes), "softcap": 3.0} if "alibi" in options else options
         want = {
             "scale": options.get("softmax_scale"),
             "slopes": options.get("alibi"),

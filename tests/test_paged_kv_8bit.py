@@ -148,8 +148,8 @@ def test_decode(device, rng, kind, scale_shape):
     """float16 and bfloat16 queries, head_dim with and without a power of two, page sizes below and above a tile."""
     few = QUERIES[(list(FORMATS).index(kind) + [None, "head", "page"].index(scale_shape)) % 3]
     for dtype, head_dim, page_size in [few] if device.is_emulated else QUERIES:
-        pages, table, lens, scales, kv = quantised(rng, [33, 1, 70], 2, head_dim, page_size, kind, scale_shape)
-        q = (rng.standard_normal((3, 6, head_dim)) * (0.05 if kind == "int8" else 0.5)).astype(DTYPES[dtype])
+        pages, table, lens, scales, kv = quantised(rng, [33, 1], 2, head_dim, page_size, kind, scale_shape)
+        q = (rng.standard_normal((2, 6, head_dim)) * (0.05 if kind == "int8" else 0.5)).astype(DTYPES[dtype])
         options = {} if scale_shape is None else {"k_scale": device.put(scales[0]), "v_scale": device.put(scales[1])}
         arrays = (device.put(x) for x in (q, pages.view(np.uint8), table, lens))
         q_there, bytes_there, *rest = arrays
@@ -188,10 +188,10 @@ def test_every_byte_is_widened_exactly_on_older_cards():
 
 
 def test_ragged_queries(device, rng):
-    pages, table, lens, scales, kv = quantised(rng, [40, 5], 1, 64, 8, "float8_e4m3fn", "page")
+    pages, table, lens, scales, kv = quantised(rng, [40, 5], 1, 64, 8, "float8_e5m2", "page")
     q = (0.5 * rng.standard_normal((12, 2, 64))).astype(np.float16)
     arrays = [device.put(x) for x in (q, pages.view(np.uint8), table, lens)]
-    arrays[1] = arrays[1].view(FORMATS["float8_e4m3fn"])
+    arrays[1] = arrays[1].view(FORMATS["float8_e5m2"])
     options = {"k_scale": device.put(scales[0]), "v_scale": device.put(scales[1])}
     out = device.get(
         rawops.paged_attention(*arrays, cu_seqlens_q=device.put(np.array([0, 7, 12], np.int32)), **options)
