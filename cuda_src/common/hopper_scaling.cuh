@@ -55,6 +55,7 @@ __device__ inline void load_shared(float (&pair)[2], uint32_t address) {
 template <class Tile, bool kEveryColumn> struct StagedScales {
     static constexpr bool kOneBlock = Tile::PARTS == 1 && Tile::COLS == kScaleBlock;
     static constexpr int STEP = Tile::COLS & -Tile::COLS;  // tiles start at multiples of it
+    static constexpr bool kHalves = !kEveryColumn && Tile::PARTS == 1 && STEP == kScaleBlock / 2;
     static constexpr int COUNT = kEveryColumn ? Tile::COLS : 2;  // of a part
     static_assert(kEveryColumn || Tile::COLS <= kScaleBlock || (Tile::PARTS == 1 && Tile::COLS - STEP <= kScaleBlock),
                   "no more blocks than two");
@@ -119,6 +120,36 @@ template <class Tile, bool kEveryColumn> struct ScaleLoader {
     }
 };
 
+// sum += part * scales. `column` are those of two blocks, of which the second begins to_second columns after this lane's
+// first one: SPLIT, where there are no others than the two halves. `columns` is where those of every column are.
+template <class Tile, bool kEveryColumn, int SPLIT>
+__device__ inline void add_scaled(float (&sum)[Tile::BLOCK_N / 2], const float (&part)[Tile::BLOCK_N / 2],
+                                  const float (&row)[2], const float (&column)[Tile::PARTS][2],
+                                  const int (&to_second)[Tile::PARTS], uint32_t columns) {
+    using Staged = StagedScales<Tile, kEveryColumn>;
+#pragma unroll
+    for (int i = 0; i < Tile::BLOCK_N / 2; i += 4) {
+        const int of_part = i * 2 / Tile::COLS, col = i * 2 % Tile::COLS;
+        float pair[2] = {1, 1};
+        if constexpr (kEveryColumn) {
+            load_shared(pair, columns + i * 8);
+        } else {
+#pragma unroll
+            for (int place = 0; place < 2; ++place) {
+                // Where tiles start at multiples of 16, all of these columns are in one block.
+                const int begin = Staged::kOneBlock || Staged::kHalves ? SPLIT : to_second[of_part];
+                const bool second = col + (Tile::PARTS > 1 ? place : 0) >= begin;
+                pair[place] = second ? column[of_part][1] : column[of_part][0];
+            }
+        }
+#pragma unroll
+        for (int place = 0; place < 2; ++place) {
+            sum[i + place] += part[i + place] * (row[0] * pair[place]);
+            sum[i + place + 2] += part[i + place + 2] * (row[1] * pair[place]);
+        }
+    }
+}
+
 // sum = a @ b over the next k_blocks stages, each times its scales. The other consumer keeps the tensor cores busy
 // while this one adds.
 template <class Tile, bool kEveryColumn>
@@ -167,25 +198,11 @@ __device__ inline void multiply_scaled(typename Tile::Accumulators& sum, const B
             if (lane == 0) barrier_arrive(exchange.barriers.empty(slot.stage));
         };
         if constexpr (!kEveryColumn) release();
-#pragma unroll
-        for (int i = 0; i < Tile::BLOCK_N / 2; i += 4) {
-            const int of_part = i * 2 / Tile::COLS, col = i * 2 % Tile::COLS;
-            float pair[2] = {1, 1};
-            if constexpr (kEveryColumn) {
-                if (scales.b != nullptr) load_shared(pair, staged.columns + (i * 2 + lane % 4 * 2) * 4);
-            } else {
-#pragma unroll
-                for (int place = 0; place < 2; ++place) {
-                    // Where tiles start at multiples of 16, all of these columns are in one block.
-                    const bool second = !Staged::kOneBlock && col + (Tile::PARTS > 1 ? place : 0) >= to_second[of_part];
-                    pair[place] = second ? column[of_part][1] : column[of_part][0];
-                }
-            }
-#pragma unroll
-            for (int place = 0; place < 2; ++place) {
-                sum[0][i + place] += part[i + place] * (row[0] * pair[place]);
-                sum[0][i + place + 2] += part[i + place + 2] * (row[1] * pair[place]);
-            }
+        const uint32_t own_columns = staged.columns + lane % 4 * 8;
+        if (Staged::kHalves && to_second[0] == kScaleBlock / 2) {
+            add_scaled<Tile, kEveryColumn, kScaleBlock / 2>(sum[0], part, row, column, to_second, own_columns);
+        } else {
+            add_scaled<Tile, kEveryColumn, kScaleBlock>(sum[0], part, row, column, to_second, own_columns);
         }
         if constexpr (kEveryColumn) release();
         slot.advance();
