@@ -7,7 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rawops._attention_config import ALIBI, BIAS, CALL_FIELDS, HEAD_DIMS, SCORES, SHAPE_FIELDS, SOFTCAP, Tile, padded
+from rawops import _attention_backward_sm90 as sm90
+from rawops._attention_config import (
+    ALIBI,
+    BIAS,
+    CALL_FIELDS,
+    HEAD_DIMS,
+    SCORES,
+    SHAPE_FIELDS,
+    SOFTCAP,
+    Problem,
+    Tile,
+    padded,
+)
 from rawops._attention_operands import (
     AXES,
     Layout,
@@ -125,13 +137,14 @@ class _Call:
     named: dict
     sizes: Sizes
     is_varlen: bool
+    is_deterministic: bool
 
     def strides(self, name: str) -> dict[str, int]:
         found = strides_of(self.function, name, self.named[name], self.sizes.axes)
         return {f"{name}_{axis}": s for axis, s in zip(AXES, found, strict=True)}
 
 
-def backward(function: str, options: Options, varlen: Layout | None, named: dict) -> tuple:
+def backward(function: str, options: Options, varlen: Layout | None, named: dict, deterministic: bool) -> tuple:
     """Check a call and run it; see rawops.flash_attention_backward."""
     for name in ("dout", "q", "k", "v", "out", "lse", *(("cu_seqlens_q", "cu_seqlens_k") if varlen else ())):
         if named[name] is None:
@@ -154,7 +167,7 @@ def backward(function: str, options: Options, varlen: Layout | None, named: dict
     checks.shape(function, "lse", lse, sizes.lse)
     if not lse.flags.c_contiguous:
         checks.fail(ValueError, function, "lse", "be C-contiguous", f"strides {lse.strides}")
-    call = _Call(function, options, device, named, sizes, varlen is not None)
+    call = _Call(function, options, device, named, sizes, varlen is not None, deterministic)
     _run(call)
     return tuple(give(named[name]) for name in _GRADIENTS)
 
@@ -164,6 +177,8 @@ def _run(call: _Call) -> None:
     read = ("q", "k", "v", "dout")
     access = min(access_of(named[name], device.pointer(named[name])) for name in read)
     problem = problem_of(named, sizes, call.options, access)
+    if not call.is_deterministic and _run_on_hopper(call, problem):
+        return
     tile = select_tile(sizes.head_dim, sizes.head_dim_v, problem.score, device.max_shared_bytes)
     fields = shape_fields(call.function, named, sizes, problem, call.options)
     row_tiles, key_tiles = (max(1, -(-n // _ROWS)) for n in (sizes.seqlen_q, sizes.seqlen_k))
@@ -187,3 +202,20 @@ def _run(call: _Call) -> None:
         blocks = key_tiles * sizes.kv_heads * sequences
         for of in passes(tile):
             KEYS.kernel(device, **choices, of=of).launch((blocks, 1, 1), threads, params, memory)
+
+
+def _run_on_hopper(call: _Call, problem: Problem) -> bool:
+    """Launch the Hopper kernels, where they are the ones to run."""
+    views, addresses = {}, {}
+    for name in ("q", "k", "v", "out", "dout", *_GRADIENTS):
+        x = call.named[name]
+        addresses[name] = address = call.device.pointer(x)
+        strides = strides_of(call.function, name, x, call.sizes.axes)
+        views[name] = sm90.View((1,) * (4 - x.ndim) + tuple(x.shape), strides, address % 16)
+    if not sm90.supports(call.device, problem, views):
+        return False
+    addresses["lse"] = call.device.pointer(call.named["lse"])
+    fields = shape_fields(call.function, call.named, call.sizes, problem, call.options) | call.strides("out")
+    fields["softmax_scale"] = call.options.scale(call.sizes.head_dim)
+    sm90.run(call.device, problem, views, fields, addresses)
+    return True

@@ -102,8 +102,13 @@ def select_config(problem: Problem) -> Config:
         block_n = 176 if problem.seqlen_k >= _LONG and not problem.is_masked else 128
     else:
         block_n = {64: 128, 96: 176, 192: 128 if dv <= 128 else 112, 256: 80}[wide]
-    heads = _L2_BYTES // max(problem.seqlen_k * (d + dv) * _ITEMSIZE, 1)
-    return Config(3 if wide == 64 else 2, block_n, 2, wide < 256, max(1, heads) * problem.group, d, dv)
+    section = section_of(problem.seqlen_k, d + dv) * problem.group
+    return Config(3 if wide == 64 else 2, block_n, 2, wide < 256, section, d, dv)
+
+
+def section_of(rows: int, columns: int) -> int:
+    """Return how many KV heads go together, of whose operands that many rows and columns stay in the L2."""
+    return max(1, _L2_BYTES // max(rows * columns * _ITEMSIZE, 1))
 
 
 def supports(device, problem: Problem, views: Mapping[str, View], splits: int) -> bool:
@@ -120,7 +125,7 @@ def supports(device, problem: Problem, views: Mapping[str, View], splits: int) -
     """
     if not SM90.exists_on(device.capability) or problem.score or problem.dtype not in SM90.choices["dtype"]:
         return False
-    if problem.head_dim % 8 or problem.head_dim_v % 8 or not all(_movable(view) for view in views.values()):
+    if problem.head_dim % 8 or problem.head_dim_v % 8 or not all(movable(view) for view in views.values()):
         return False
     few = 3 * _tiles(problem, select_config(problem)) < 2 * device.sm_count
     return problem.seqlen_q > _ROWS and problem.seqlen_k > 0 and not (few and splits > 1)
@@ -160,9 +165,9 @@ def plan(device, problem: Problem, views: Mapping[str, View]) -> Plan:
         turns=config.turns,
     )
     describe = [
-        _map_of(problem.dtype, views["q"], _ROWS, config.head_dim),
-        _map_of(problem.dtype, views["k"], config.block_n, config.head_dim),
-        _map_of(problem.dtype, views["v"], config.block_n, config.head_dim_v),
+        map_of(problem.dtype, views["q"], _ROWS, config.head_dim),
+        map_of(problem.dtype, views["k"], config.block_n, config.head_dim),
+        map_of(problem.dtype, views["v"], config.block_n, config.head_dim_v),
     ]
     encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
 
@@ -182,13 +187,13 @@ def _tiles(problem: Problem, config: Config) -> int:
     return sequences * problem.heads * -(-problem.seqlen_q // config.block_m)
 
 
-def _movable(x: View) -> bool:
+def movable(x: View) -> bool:
     """Tell whether TMA can read a tensor, and threads write it 16 bytes at a time."""
     steps = [stride * _ITEMSIZE for extent, stride in zip(x.shape[:3], x.strides[:3], strict=True) if extent > 1]
     return x.strides[3] == 1 and x.alignment == 0 and all(0 < s < 2**40 and s % 16 == 0 for s in steps)
 
 
-def _map_of(dtype: str, x: View, rows: int, head_dim: int) -> Callable[[int], TensorMap]:
+def map_of(dtype: str, x: View, rows: int, head_dim: int) -> Callable[[int], TensorMap]:
     """Return a function from a tensor's address to its map, whose boxes are `rows` rows of one head."""
     swizzle = 128 if head_dim % 64 == 0 else 64
     sequences, length, heads, columns = x.shape

@@ -169,6 +169,7 @@ def flash_attention_backward(
     cu_seqlens_k=None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    deterministic: bool = False,
     dq=None,
     dk=None,
     dv=None,
@@ -176,7 +177,7 @@ def flash_attention_backward(
     """Compute the gradients of `flash_attention` or `flash_attention_varlen` by q, k and v.
 
     The weights are made again from q, k and lse (FlashAttention-2: Dao, 2023, arXiv:2307.08691): beside the results one
-    float32 number a row and head is all the memory it takes.
+    float32 number a row and head is all the memory it takes; on Hopper, heads of 64 and 128 take a float32 dq, too.
 
     Parameters
     ----------
@@ -188,6 +189,8 @@ def flash_attention_backward(
         Those of the forward call. There is no gradient by slopes and bias.
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         Those of a `flash_attention_varlen`, whose arrays have the shapes that it takes.
+    deterministic : bool
+        The same bits from call to call, which takes longer on Hopper.
     dq, dk, dv : array, optional
         Where the results go.
 
@@ -204,7 +207,9 @@ def flash_attention_backward(
 
     Notes
     -----
-    Nothing synchronises, no atomics: the same call gives the same bits. What hidden keys hold is multiplied by weights
+    Nothing synchronises. On Hopper, for heads of 64 and 128, blocks add to one float32 dq in the order in which they
+    come, which moves its last bits from call to call. Elsewhere, and with `deterministic`, there are no atomics: the
+    same call gives the same bits. What hidden keys hold is multiplied by weights
     of 0: other than in the forward pass, a NaN or an infinity there spreads to the gradients of its tile.
     """
     varlen = None
@@ -216,7 +221,7 @@ def flash_attention_backward(
     options = checked("flash_attention_backward", Options(causal, softmax_scale, window, softcap))
     named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     named |= {"alibi_slopes": alibi_slopes, "bias": bias, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return backward("flash_attention_backward", options, varlen, named)
+    return backward("flash_attention_backward", options, varlen, named, bool(deterministic))
 
 
 def merge_attention_states(out_a, lse_a, out_b, lse_b):

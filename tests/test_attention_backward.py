@@ -163,7 +163,7 @@ def test_views(device, rng, which, view):
 
 def gradients_of(arrays) -> tuple:
     out, lse = flash_attention(*arrays[1:], causal=True, return_lse=True)
-    return flash_attention_backward(arrays[0], *arrays[1:], out, lse, causal=True)
+    return flash_attention_backward(arrays[0], *arrays[1:], out, lse, causal=True, deterministic=True)
 
 
 def test_targets_are_views(device, rng):
@@ -173,7 +173,7 @@ def test_targets_are_views(device, rng):
     targets = {}
     for name, x in zip(("dq", "dk", "dv"), inputs[1:], strict=True):
         targets[name] = device.xp.zeros((*x.shape[:2], 2 * x.shape[2], x.shape[3] + 3), x.dtype)[:, :, ::2, 3:]
-    flash_attention_backward(inputs[0], *inputs[1:], out, lse, causal=True, **targets)
+    flash_attention_backward(inputs[0], *inputs[1:], out, lse, causal=True, deterministic=True, **targets)
     for got, reference in zip(targets.values(), want, strict=True):
         np.testing.assert_array_equal(device.get(got), device.get(reference))
 
