@@ -219,13 +219,15 @@ def main() -> int:
     if options.plot:
         plot(options.plot)
         return 0
-    rows, many = [], []
+    rows, many, machine = [], [], environment()
     for system in systems(options.quick):
         rows.append(measure(system))
-        if system.columns:
-            many.append(measure_many(system))
-    note = ", ".join(f"{key} {value}" for key, value in environment().items())
-    show("lsmr: wall time of a solve, medians", rows, as_json=options.json)
+        many += [measure_many(system)] if system.columns else []
+        if options.json:
+            show("lsmr", [{**rows[-1], **machine}], as_json=True)
+    note = ", ".join(f"{key} {value}" for key, value in machine.items())
+    if not options.json:
+        show("lsmr: wall time of a solve, medians", rows)
     show("solve_many: wall time, medians", many, as_json=options.json, note=note)
     same = all(abs(row["||r|| / ||b||"] - row["CuPy's"]) < 1e-2 * row["CuPy's"] for row in rows)
     return int(not same)
