@@ -141,7 +141,7 @@ def forward(shape: Shape) -> dict[str, object]:
     }
 
 
-def event_times(calls: dict[str, Callable], rounds: int = 9, repeats: int = 3) -> dict[str, float]:
+def event_times(calls: dict[str, Callable], rounds: int = 7, repeats: int = 2) -> dict[str, float]:
     """Median microseconds a call on torch's current stream, rivals in turn."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -238,10 +238,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, cases in tables.items():
         if options.table not in (None, name):
             continue
-        rows = [case() for case in cases]
-        right &= all(row.get("right", True) for row in rows)
-        rows = [{**row, **machine} for row in rows] if options.json else rows
-        show(f"attention, {name}", rows, as_json=options.json, note="" if options.json else note)
+        rows = []
+        for case in cases:
+            rows.append(case())
+            right &= rows[-1].get("right", True)
+            if options.json:
+                show(f"attention, {name}", [{**rows[-1], **machine}], as_json=True)
+        if not options.json:
+            show(f"attention, {name}", rows, note=note)
     return int(not right)
 
 
