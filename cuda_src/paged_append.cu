@@ -67,14 +67,17 @@ template <class T, int COUNT> struct Piece {
         const float *cos = rotation.cos + position * rotation.stride, *sin = rotation.sin + position * rotation.stride;
         if (column >= 2 * rotation.half) return;
         if (rotation.interleaved) {
-            float own[COUNT];
+            if constexpr (COUNT == 1) {
+                const float other = widen(row[(column ^ 1) * stride]);
+                value[0] = turned(value[0], other, cos[column / 2], sin[column / 2], column % 2);
+            } else {
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) own[i] = value[i];
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                const int at = column + i, pair = at / 2;
-                const float other = COUNT > 1 ? own[i ^ (COUNT > 1)] : widen(row[(at ^ 1) * stride]);
-                value[i] = turned(own[i], other, cos[pair], sin[pair], at % 2);
+                for (int i = 0; i < COUNT; i += 2) {
+                    const int pair = (column + i) / 2;
+                    const float first = value[i], second = value[i + 1];
+                    value[i] = turned(first, second, cos[pair], sin[pair], false);
+                    value[i + 1] = turned(second, first, cos[pair], sin[pair], true);
+                }
             }
         } else {
             const bool second = column >= rotation.half;
@@ -108,7 +111,7 @@ template <class T, int COUNT> __device__ inline void copy(T* to, const T* from) 
 }
 
 template <class T, class Stored, int ACCESS, bool kRotated>
-__global__ void __launch_bounds__(128) paged_append(const __grid_constant__ AppendParams params) {
+__global__ void __launch_bounds__(128, 8) paged_append(const __grid_constant__ AppendParams params) {
     constexpr int COUNT = ACCESS / int(sizeof(T));
     using Piece = Piece<T, COUNT>;
     const PagePool& pool = params.pool;
