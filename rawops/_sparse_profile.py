@@ -113,7 +113,7 @@ def choose(found: Profile, may_slice: bool = True) -> Choice:
     if may_slice and found.scatter > 0.9 and found.mean >= _SLICE_MEAN * _slice_count(found) > _SLICE_MEAN:
         return _slices(found)
     if found.mean > 128:
-        return Choice("stream", 1, why=f"{found.mean:.0f} entries a row: all rows are long")
+        return Choice("stream", 1, walk="single", why=f"{found.mean:.0f} entries a row: all rows are long")
     if found.cv > 1:
         lanes = power_of_two(found.mean / 16, 1, 32)
         return Choice("stream", lanes, 256, walk="single", why=f"rows differ, {found.cv:.3g} times their mean")
