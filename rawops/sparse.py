@@ -63,6 +63,9 @@ class SparseMatrix:
     slower and uses atomic additions: its last bits change from run to run. ``dual="auto"`` keeps both where the
     device's free memory allows it.
 
+    Products of one matrix share workspaces: they belong on one stream, or in an order that streams keep. Some kernels
+    keep the entries once more in an order of their own; `plan` says what all of it takes.
+
     Attributes
     ----------
     shape : tuple of int
