@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kLsmrThreads)
             Vector<R, PARTS> value = {};
             if (a != 0) {
                 const Vector<R, PARTS>* source = w + at;
-#pragma unroll 8
+#pragma unroll 3
                 for (int slice = 0; slice < count; ++slice, source += rows * columns) {
                     const Vector<R, PARTS> part = *source;
 #pragma unroll
