@@ -9,7 +9,7 @@ import pytest
 import rawops
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-CALL, PLAN, KERNEL, EMULATOR = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CALL, PLAN, OBJECTS, KERNEL, EMULATOR = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SAXPY = """template <class T> __global__ void saxpy(int n, T a, const T* x, T* y) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] += a * x[i];
@@ -28,6 +28,20 @@ def test_ops_and_plan_under_a_graph():
     assert float(abs(y - product / (1 + cupy.exp(-product))).max()) < 0.5
     low = 2 * (x.astype("f4") @ names["a"].astype("f4")) @ names["b"].astype("f4")
     assert float(abs(names["o"] - product - low).max()) < 1
+
+
+def test_objects(device):
+    names = {"cp": device.xp, "rawops": rawops}
+    exec(OBJECTS, names)
+    x, c, rows = (device.get(names["half"](*shape)).astype(float) for shape in ((5, 64), (64, 96), (40, 2, 64)))
+    a, b = (device.get(names["half"](*shape)).astype(float) for shape in ((64, 8), (8, 96)))
+    want = x @ c
+    want[::2] += 2 * x[::2] @ a @ b
+    np.testing.assert_allclose(device.get(names["o"]).astype(float), want, rtol=2e-3, atol=1e-1)
+    assert names["cache"].length(names["s"]) == len(rows)
+    best = np.linalg.lstsq(names["A"].to_scipy().toarray(), np.ones(300), rcond=None)[0]
+    np.testing.assert_allclose(device.get(names["x"]), best, atol=1e-4)
+    assert names["istop"] in (1, 2)
 
 
 @pytest.mark.usefixtures("own_cache")
