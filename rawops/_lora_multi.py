@@ -11,7 +11,7 @@ import numpy as np
 
 from rawops import _gemm_sm90, config
 from rawops._gemm_call import ONE, Launch, OnHopper
-from rawops._gemm_config import Problem
+from rawops._gemm_config import Config, Problem
 from rawops._gemm_operands import (
     MAX_SIZE,
     ROLES,
@@ -32,6 +32,7 @@ from rawops._lora_multi_config import (
     EXPAND,
     GROUP,
     GROUP_ROWS,
+    LIGHT_TILES,
     MOST_GROUPED,
     PLACES,
     SHRINK,
@@ -145,6 +146,12 @@ class _SortedProduct(Base):
             product=plain._steps_of(device, request, types, described, {}, folded, sizes),
             addend=addend,
         )
+
+    def configure(self, device, request: Request, problem: Problem) -> Config:
+        """A smaller tile than gemm's where that leaves the ranks no registers: it gives the same bits."""
+        config = super().configure(device, request, problem)
+        tiles = LIGHT_TILES.get(problem.kind, (config.tile,))
+        return config if config.tile in tiles else replace(config, tile=tiles[0])
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         if not _gemm_sm90.supports(*described):

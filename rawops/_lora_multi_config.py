@@ -17,6 +17,8 @@ GROUP_ROWS = 32  # whose places a block of the group kernel finds
 MOST_GROUPED = 256  # rows that every block of the shrink kernel sorts by itself, which saves a launch
 PLACES = 4  # that a block of the shrink kernel looks at where it need not sort
 
+# Columns of a tile of 128 rows that leave the ranks registers, by whether b is K-major, and the parts of a gated tile.
+_WIDEST = {(True, 1): 176, (True, 2): 160, (False, 1): 192, (False, 2): 128}
 _BUFFERS = {64: 2, 128: 1}  # by the height of a tile: a warp's place for sixteen ranks of b of one adapter
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -67,19 +69,26 @@ EXPAND = KernelSpec(
 )
 
 
+# The tiles of GEMM with 64 sums a thread at most: the ranks need registers, too.
+LIGHT_TILES = {
+    kind: tuple(tile for tile in TILES[kind] if tile.block_m * tile.block_n <= 64 * tile.threads)
+    for kind in ("16-bit", "16-bit narrow")
+}
+
+
 def _sm80(kind: str, accesses: tuple[int, ...]) -> KernelSpec:
     """Declare the main kernel with the tiles of one kind of GEMM, of which it must give the bits."""
     choices = {
         "dtype": DTYPES,
         "out_dtype": (*DTYPES, "float32"),
-        "tile": tuple(tile.cpp for tile in TILES[kind]),
+        "tile": tuple(tile.cpp for tile in LIGHT_TILES[kind]),
         "b_k_major": (True, False),
         "access_b": accesses,
         "activation": LAYOUT_CHOICES["activation"],
     }
     smoke = [
         dict(zip(choices, ("float16", "float16", tile.cpp, tile.block_m == 64, accesses[0], activation), strict=True))
-        for tile in TILES[kind]
+        for tile in LIGHT_TILES[kind]
         for activation in ((0, SWIGLU) if tile.block_m == 64 else (0,))
     ]
     return KernelSpec(
@@ -124,8 +133,8 @@ SM90 = _sm90(
     {},
     ("bfloat16", "bfloat16", 64, 224, 4, True, 0, PLAIN, 2),
     ("float16", "float16", 64, 256, 3, False, 0, PLAIN, 2),
-    ("bfloat16", "bfloat16", 128, 256, 3, True, 0, PLAIN, 1),
-    ("float16", "float16", 128, 256, 3, False, SWIGLU, DIRECT, 1),
+    ("bfloat16", "bfloat16", 128, 176, 4, True, 0, PLAIN, 1),
+    ("float16", "float16", 128, 128, 4, False, SWIGLU, DIRECT, 1),
 )
 SM90_CLUSTER = _sm90(
     "lora_multi_sm90_cluster", {"cluster": (2, 8)}, ("bfloat16", "bfloat16", 64, 128, 7, 2, True, 0, PLAIN, 2)
@@ -169,6 +178,10 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
     problem = _gemm_sm90.describe_problem(operands, M, N, K, extents, activation)
     config = _gemm_sm90.select_config(problem, device.sm_count, device.max_shared_bytes)
     config = replace(config, ping_pong=False)
+    width = _WIDEST[problem.b_k_major, problem.parts]
+    if config.block_m == 128 and config.block_n > width:
+        sizes = device.sm_count, device.max_shared_bytes
+        config = _gemm_sm90.configure(problem, *sizes, config.block_m, width, config.cluster)
     b, out = operands["b"], operands["out"]
     finish = PLAIN if problem.finish == PLAIN else DIRECT
     config, shared_bytes = _with_buffers(config, problem, finish, device.max_shared_bytes)

@@ -12,7 +12,7 @@ template <class Tile, int BUFFERS_> struct StagedRanks {
     using T = typename Tile::T;
     using Columns = WarpColumns<Tile::SHARE * Tile::PARTS / 8, Tile::PARTS>;
     static constexpr int BUFFERS = BUFFERS_, BYTES = Columns::ATOMS * 8 * 32;
-    static constexpr int GROUP = Columns::ATOMS % 4 == 0 && Columns::ATOMS < 32 ? 4 : 2;  // as registers allow
+    static constexpr int GROUP = Tile::CONSUMERS == 1 && Columns::ATOMS % 4 == 0 && Columns::ATOMS < 32 ? 4 : 2;
 
     const Adapters& adapters;
     uint32_t memory;
