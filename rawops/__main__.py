@@ -58,7 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true")
     for name, run, text in (
         ("kernels", _kernels, "every kernel instance with registers, shared memory and spills"),
-        ("compile", _compile, "compile every instance into the cache; exit 1 on any error, spill or advisory"),
+        (
+            "compile",
+            _compile,
+            "compile every instance into the cache; exit 1 on an error, an advisory or a spill not named by its spec",
+        ),
     ):
         sub = command(name, run, text)
         sub.add_argument("--arch", action="append", help=f"architecture or 'all' = {', '.join(compiler.ARCHS)}")
@@ -170,7 +174,7 @@ def _compile(options) -> int:
     lines = []
     for info in rawops.kernels(archs, options.all):
         for arch, r in info.resources.items():
-            if r.spill_bytes or r.warnings:
+            if r.spill_bytes > info.spills.get(arch, 0) or r.warnings:
                 lines.append(
                     {"kernel": info.expression, "arch": arch, "spill_bytes": r.spill_bytes, "advisories": r.warnings}
                 )
@@ -180,7 +184,7 @@ def _compile(options) -> int:
     else:
         for line in lines:
             print(f"{line['kernel']} ({line['arch']}): {line['spill_bytes']} B spills {' '.join(line['advisories'])}")
-        state = f"{len(lines)} with spills or advisories" if lines else "no spills"
+        state = f"{len(lines)} with spills or advisories" if lines else "no spills but accepted ones"
         print(f"compiled for {', '.join(archs)} in {seconds:.1f} s: {state}")
     return 1 if lines else 0
 

@@ -184,6 +184,7 @@ SM80 = KernelSpec(
     },
     smoke=[*_smoke(64), *_smoke(128), *_smoke(256), *_smoke(64, access=2, score=SOFTCAP | ALIBI | BIAS)],
     params=PARAMS,
+    spills={"sm_100a": 8},
 )
 SIMT = KernelSpec(
     source="attention_simt.cu",
@@ -192,6 +193,7 @@ SIMT = KernelSpec(
     choices={"score": SCORES},
     smoke=({"score": 0}, {"score": SOFTCAP | ALIBI | BIAS}),
     params=PARAMS,
+    spills={"sm_100a": 12},
 )
 SIMT_ROWS, SIMT_KEYS = 16, 32  # of a block of attention_simt.cu, in which a warp has 4 rows and a lane a key
 

@@ -73,6 +73,14 @@ def test_compile_fails_when_an_instance_spills(capsys, registry):
     assert code == 1 and fault["kernel"] == "hold<128>" and fault["spill_bytes"] > 0
 
 
+def test_compile_accepts_the_spills_that_a_spec_names(capsys, registry):
+    (spec,) = KernelSpec.registry
+    spills = spec.instance(N=128).compile("sm_80").resources.spill_bytes
+    for accepted, expected in ((spills, 0), (spills - 1, 1)):
+        spec.spills = {"sm_80": accepted}
+        assert run(capsys, "compile", "--arch", "sm_80", "--all")[0] == expected
+
+
 def test_compile_knows_all_architectures_and_no_others(capsys, registry):
     code, out, _ = run(capsys, "compile", "--arch", "all", "--json")
     assert code == 0 and tuple(json.loads(out)["archs"]) == compiler.ARCHS

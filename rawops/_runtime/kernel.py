@@ -170,6 +170,8 @@ class KernelSpec:
         First and last compute capability (80, 90, ...) the kernel exists for.
     params : ParamStruct, optional
         The struct that the kernel takes by value; its size is compared with the compiler's.
+    spills : dict, optional
+        Bytes of spills that an instance may have, by architecture; none where it is not named.
     """
 
     registry: ClassVar[list[KernelSpec]] = []
@@ -185,9 +187,11 @@ class KernelSpec:
         min_arch: int = 80,
         max_arch: int | None = None,
         params: ParamStruct | None = None,
+        spills: dict[str, int] | None = None,
     ) -> None:
         self.source, self.entry, self.template, self.choices = source, entry, template, choices
         self.smoke, self.min_arch, self.max_arch, self.params = tuple(smoke), min_arch, max_arch, params
+        self.spills = spills or {}
         self._instances: dict[tuple, Instance] = {}
         KernelSpec.registry.append(self)
 
@@ -306,6 +310,7 @@ class KernelInfo:
     expression: str
     choices: dict
     resources: dict  # arch -> Resources
+    spills: dict  # arch -> bytes that are accepted
 
 
 def kernels(archs: Iterable[str] = (), every: bool = False) -> list[KernelInfo]:
@@ -333,6 +338,7 @@ def kernels(archs: Iterable[str] = (), every: bool = False) -> list[KernelInfo]:
             instance.expression,
             spec.choices,
             {a: c.resources for a, c in sorted(instance.compiled.items()) if not archs or a in archs},
+            spec.spills,
         )
         for spec, instance in jobs
     ]
