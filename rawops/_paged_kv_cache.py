@@ -55,7 +55,8 @@ class PagedKVCache:
     layout : {"NHD", "HND"}
         Pages are (2, page_size, num_kv_heads, head_dim), or (2, num_kv_heads, page_size, head_dim).
     max_length : int, optional
-        The longest that a sequence may become, in tokens: the width of the block tables. By default all of the pool.
+        The longest that a sequence may become, in tokens, rounded up to whole pages: the width of the block tables. By
+        default all of the pool.
     prefix_sharing : bool
         Full pages whose tokens are known are remembered, also after their sequences are freed until their pages are
         needed, and a new sequence begins with those that fit: see `add_sequence`.
@@ -193,7 +194,11 @@ class PagedKVCache:
         """
         function = f"{_NAME}.append"
         names = tuple(sequences)
-        given = (1,) * len(names) if counts is None else tuple(int(n) for n in counts)
+        given = (
+            (1,) * len(names)
+            if counts is None
+            else tuple(checks.int_range(function, "counts", n, 0, 2**31 - 1) for n in counts)
+        )
         self._check_new(function, k, v, names, given, tokens)
         with self._lock:
             growth = self._extend(names, given, tokens)
@@ -229,14 +234,14 @@ class PagedKVCache:
         array (len(sequences), num_heads, head_dim), and with `return_lse` float32 (num_heads, len(sequences))
         """
         function = f"{_NAME}.decode"
-        if cascade is not False and all(options.get(name) in plain for name, plain in _CASCADES.items()):
+        if cascade is not False and _may_cascade(options):
             with self._lock:
                 batch = self._batch(tuple(sequences))
                 pages = batch.shared_pages(self._allocator)
                 if pages and (cascade or self._saves(pages, q)):
                     return self._cascade(function, q, batch, pages, out, return_lse, options)
         elif cascade:
-            checks.fail(ValueError, function, "cascade", f"be False with any of {', '.join(_CASCADES)}", cascade)
+            checks.fail(ValueError, function, "cascade", f"be False with any of {', '.join(_APART)}", cascade)
         return self._attend(function, q, sequences, None, out, return_lse, options)
 
     def prefill(self, q, sequences: Sized[int], cu_seqlens_q, *, out=None, return_lse: bool = False, **options):
@@ -376,7 +381,7 @@ class PagedKVCache:
 
     def _attend(self, function: str, q, sequences: Sized[int], cu_seqlens_q, out, return_lse: bool, options: dict):
         slopes = options.pop("alibi_slopes", None)
-        asked = options_of(function, **_DEFAULTS | options)
+        asked = _asked(function, options)
         with self._lock:
             batch = self._batch(tuple(sequences))
             operands = (q, self.pages, batch.block_table, batch.seq_lens, cu_seqlens_q, slopes)
@@ -385,12 +390,19 @@ class PagedKVCache:
 
     def _saves(self, pages: int, q) -> bool:
         """Tell whether reading shared pages once for 16 rows of queries saves enough for three launches more."""
+        if getattr(q, "ndim", None) != 3:
+            return False
         group = q.shape[1] // self.num_kv_heads
         reads = -(-len(q) * group // 16) / _CACHE_SPEED
         return (len(q) - reads) * pages * self.pages[:1].nbytes > _CASCADE_BYTES
 
     def _cascade(self, function: str, q, batch: Batch, pages: int, out, return_lse: bool, options: dict):
-        asked = options_of(function, **_DEFAULTS | options | {"causal": False})
+        asked = _asked(function, options | {"causal": False})
+        if out is not None:
+            (queries, target), _ = arrays.take(function, q=q, out=out)
+            checks.dtype(function, "out", target, (dtypes.name(queries.dtype),))
+            checks.shape(function, "out", target, queries.shape)
+            checks.output(function, "out", target)
         common = pages * self.page_size
         prefix, table, scales = batch.prefix, batch.block_table, (self.k_scale, self.v_scale)
         parts = (
@@ -422,5 +434,18 @@ class PagedKVCache:
         return np.frombuffer(memory, dtype, size).reshape(shape)
 
 
-_CASCADES = {"window": (None, (None, None)), "alibi_slopes": (None,), "num_splits": (None,)}  # what allows a cascade
+def _asked(function: str, options: dict):
+    for name in options:
+        if name not in _DEFAULTS:
+            checks.fail(TypeError, function, "options", f"be among alibi_slopes, {', '.join(_DEFAULTS)}", repr(name))
+    return options_of(function, **_DEFAULTS | options)
+
+
+def _may_cascade(options: dict) -> bool:
+    window = options.get("window")
+    others = all(options.get(name) is None for name in _APART[1:])
+    return others and (window is None or (isinstance(window, tuple) and window == (None, None)))
+
+
+_APART = ("window", "alibi_slopes", "num_splits")  # what a cascade does not have
 _DEFAULTS = {"causal": True, "softmax_scale": None, "window": (None, None), "softcap": 0.0, "num_splits": None}

@@ -438,6 +438,37 @@ def test_cascade_equals_plain(device, rng, monkeypatch):
         loop.cache.decode(q, [a, a_too, b, d], window=(5, None), cascade=True)
 
 
+def test_decode_with_slopes(device, rng):
+    """They go without the cascade, whatever is shared."""
+    loop = Loop(device, rng)
+    a = loop.add(10)
+    both = [a, loop.fork(a)]
+    q = device.put(rng.standard_normal((2, 2 * HEADS, DIM)).astype(np.float16))
+    slopes = device.put(np.array([0.5, 0.25] * HEADS, np.float32))
+    table, lens = loop.cache.block_table(both), loop.cache.seq_lens(both)
+    plain = rawops.paged_attention(q, loop.cache.pages, table, lens, alibi_slopes=slopes)
+    out = loop.cache.decode(q, both, alibi_slopes=slopes)
+    np.testing.assert_array_equal(device.get(out), device.get(plain))
+
+
+@pytest.mark.parametrize("cascade", [True, None])
+def test_decode_checks_its_arrays(device, rng, cascade):
+    loop = Loop(device, rng)
+    a = loop.add(10)
+    both = [a, loop.fork(a)]
+    q = device.put(np.ones((2, HEADS, DIM), np.float16))
+    rows = device.xp.lib.stride_tricks.as_strided(q[:1].copy(), q.shape, (0, 2 * DIM, 2))
+    for message, kind, queries, out in [
+        ("out must have shape", ValueError, q, device.put(np.zeros((2, HEADS, DIM + 1), np.float16))),
+        ("out must have dtype float16", TypeError, q, device.put(np.zeros(q.shape, np.float32))),
+        ("out must have entries of its own", ValueError, q, rows),
+        ("q must have shape", ValueError, q[0, 0], None),
+        ("q must be", TypeError, None, None),
+    ]:
+        with pytest.raises(kind, match=f"decode: {message}"):
+            loop.cache.decode(queries, both, cascade=cascade, out=out)
+
+
 def test_longest_length(device, rng):
     loop = Loop(device, rng, max_length=6)
     a = loop.add(6)
@@ -471,7 +502,9 @@ MISTAKES = {
     r"k must have shape \(2, 2, 64\)": (lambda c, x: c.append(x, x, [0], [2]), ValueError),
     "k must have dtype float16": (lambda c, x: c.append(x.astype(np.float32), x, [0]), TypeError),
     "tokens must have": (lambda c, x: c.append(x, x, [0], tokens=[[1, 2]]), ValueError),
+    "counts must be an integer": (lambda c, x: c.append(x, x, [0], [1.5]), TypeError),
     "softcap must be finite": (lambda c, x: c.decode(x, [0], softcap=-1), ValueError),
+    "options must be among alibi_slopes, causal": (lambda c, x: c.decode(x, [0], slope=1), TypeError),
 }
 
 
