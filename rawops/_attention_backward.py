@@ -164,6 +164,8 @@ def backward(function: str, options: Options, varlen: Layout | None, named: dict
         else:
             checks.dtype(function, name, x, (dtype,))
             checks.shape(function, name, x, shape)
+            if name in _GRADIENTS:
+                checks.output(function, name, x)
     lse = named["lse"]
     checks.dtype(function, "lse", lse, ("float32",))
     checks.shape(function, "lse", lse, sizes.lse)

@@ -231,6 +231,7 @@ class Attention:
         if named["out"] is not None:
             checks.dtype(self.function, "out", named["out"], (dtype.name,))
             checks.shape(self.function, "out", named["out"], sizes.out)
+            checks.output(self.function, "out", named["out"])
         lse = named["lse"]
         if lse is not None:
             checks.dtype(self.function, "lse", lse, ("float32",))

@@ -254,20 +254,7 @@ def check_epilogue(request: Request, allowed: tuple[str, ...], sizes: Sizes, gro
     out = arrays["out"]
     if out is not None:
         checks.shape(function, "out", out, sizes.result)
-        if isinstance(out, np.ndarray) and not out.flags.writeable:
-            checks.fail(ValueError, function, "out", "be writeable", "a read-only array")
-        if out.size and not _nests(out):
-            checks.fail(ValueError, function, "out", "have entries of its own", f"strides {tuple(out.strides)}")
-
-
-def _nests(x) -> bool:
-    """Tell whether each axis steps over all that the smaller steps reach: then no two entries share memory."""
-    reach = x.dtype.itemsize
-    for step, extent in sorted((abs(s), extent) for s, extent in zip(x.strides, x.shape, strict=True) if extent > 1):
-        if step < reach:
-            return False
-        reach += step * (extent - 1)
-    return True
+        checks.output(function, "out", out)
 
 
 # --- descriptions ---------------------------------------------------------------------------------------------------

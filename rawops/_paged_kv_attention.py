@@ -288,6 +288,7 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
     if out is not None:
         checks.dtype(function, "out", out, (dtype,))
         checks.shape(function, "out", out, q.shape)
+        checks.output(function, "out", out)
     apart = keep_apart(operands, 8, tuple(range(8)), same=0)
     if 0 in q.shape:
         return Plan(device, None, pool.page_size, apart)

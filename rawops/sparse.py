@@ -380,6 +380,7 @@ class SparseMatrix:
         checks.shape(function, "out", out, shape)
         if out.dtype != dtype:
             checks.fail(TypeError, function, "out", f"have the result's dtype {dtype}", out.dtype)
+        checks.output(function, "out", out)
         return out
 
 

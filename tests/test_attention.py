@@ -346,6 +346,12 @@ WRONG = {
     "bias": (ValueError, "bias must broadcast", {"bias": np.zeros((3, 4), np.float32)}),
     "out": (ValueError, "out must have shape", {"out": np.zeros((2, 3, 4, 32), np.float16)}),
     "out dtype": (TypeError, "out must have dtype float16", {"out": np.zeros((2, 3, 4, 64), np.float32)}),
+    "out of one row": (
+        ValueError,
+        "out must have entries of its own",
+        {"out": np.lib.stride_tricks.as_strided(np.zeros(64, np.float16), (2, 3, 4, 64), (0, 0, 0, 2))},
+    ),
+    "out read-only": (ValueError, "out must be writeable", {"out": np.broadcast_to(np.float16(0), (2, 3, 4, 64))}),
 }
 
 

@@ -232,6 +232,7 @@ WRONG = {
         {"lse": np.zeros((1, 3, 2), np.float32).transpose(0, 2, 1)},
     ),
     "dq": (ValueError, "dq must have shape", {}, {"dq": np.zeros((1, 3, 1, 64), np.float16)}),
+    "dk": (ValueError, "dk must be writeable", {}, {"dk": np.broadcast_to(np.float16(0), (1, 5, 1, 64))}),
     "longest": (TypeError, "max_seqlen_q must be an integer", {}, {"cu_seqlens_q": np.zeros(2, np.int32)}),
 }
 

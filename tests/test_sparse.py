@@ -463,12 +463,14 @@ def test_products_are_checked(device, rng):
     A = Coordinates(rng, (4, 6), 2).put(device)
     x = device.put(np.ones(6, np.float32))
     y = device.put(np.full(4, 7, np.float32))
+    one = device.xp.lib.stride_tricks.as_strided(y[:1], (4,), (0,))
     for call, kind, message in [
         (lambda: A @ y, ValueError, r"matvec: x must have shape \(6,\), got shape \(4,\)"),
         (lambda: A.rmatvec(x), ValueError, r"rmatvec: x must have shape \(4,\)"),
         (lambda: A.matvec(x, beta=1), ValueError, "out must be given where beta is not 0"),
         (lambda: A.matvec(x, out=x), ValueError, r"out must have shape \(4,\)"),
         (lambda: A.matvec(x, out=y.astype(np.float64)), TypeError, "result's dtype float32, got float64"),
+        (lambda: A.matvec(x, out=one), ValueError, "out must have entries of its own"),
         (lambda: A.matvec(x, 1j, out=y), TypeError, "alpha must be real"),
         (lambda: A.matvec(x, "2", out=y), TypeError, "alpha must be a number"),
         (lambda: A.matvec(x, device.put(np.ones(1)), out=y), ValueError, "alpha must have shape"),

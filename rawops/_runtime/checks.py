@@ -53,6 +53,24 @@ def number(function: str, argument: str, value) -> float:
     return float(value)
 
 
+def output(function: str, argument: str, x) -> None:
+    """Raise unless array `x` can be written, and no two of its entries share memory."""
+    if isinstance(x, np.ndarray) and not x.flags.writeable:
+        fail(ValueError, function, argument, "be writeable", "a read-only array")
+    if x.size and not _nests(x):
+        fail(ValueError, function, argument, "have entries of its own", f"strides {tuple(x.strides)}")
+
+
+def _nests(x) -> bool:
+    """Tell whether each axis steps over all that the smaller steps reach: then no two entries share memory."""
+    reach = x.dtype.itemsize
+    for step, extent in sorted((abs(s), extent) for s, extent in zip(x.strides, x.shape, strict=True) if extent > 1):
+        if step < reach:
+            return False
+        reach += step * (extent - 1)
+    return True
+
+
 def _either(names: Sequence[str]) -> str:
     names = [str(n) for n in names]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
