@@ -94,7 +94,8 @@ def plan(device, problem, described: dict, layouts: dict, extents: tuple) -> tup
         `described` with copies in the place of operands.
     """
     on_hopper = _gemm_sm90.SM90.exists_on(device.capability)
-    if not problem.kind.startswith("16-bit") and not (problem.tf32 and on_hopper):
+    is_packed = described["b"].itemsize != described["a"].itemsize
+    if is_packed or not (problem.kind.startswith("16-bit") or (problem.tf32 and on_hopper)):
         return {}, described
     wanted = 16 if on_hopper else 8
     chosen = [r for r in ("a", "b") if layouts[r][1] < wanted or (problem.tf32 and not layouts[r][0])]

@@ -11,7 +11,7 @@ from rawops._gemm_config import DTYPES
 from rawops._gemm_grouped import GroupedProduct
 from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_dtype, number, split_count
 from rawops._gemm_tune import tune
-from rawops._gemm_w4 import WeightProduct
+from rawops._gemm_w4 import FORMATS, WeightProduct
 from rawops._runtime import arrays, checks
 
 
@@ -29,6 +29,7 @@ def _product_of(function: str, options: Options, kind: tuple, workspaces=None) -
 
 def _weights(function: str, b_dtype: str, scale_b, zero_b) -> tuple:
     """Return the operands that packed weights have beside the others."""
+    checks.choice(function, "b_dtype", b_dtype, FORMATS)
     if scale_b is None:
         checks.fail(ValueError, function, "scale_b", f"be given for {b_dtype} weights", "None")
     return (scale_b,) if zero_b is None else (scale_b, zero_b)
