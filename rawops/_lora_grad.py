@@ -37,6 +37,7 @@ GRAD = KernelSpec(
     choices={"dtype": ("float16", "bfloat16"), "vectors": (True, False)},
     smoke=({"dtype": "bfloat16", "vectors": True}, {"dtype": "float16", "vectors": False}),
     params=_PARAMS,
+    spills={"sm_100a": 32, "sm_120a": 56},
 )
 
 

@@ -416,7 +416,11 @@ def test_errors_of_a_plan(device):
             lambda: Gemm(*sizes, half, activation="swiglu", residual=device.put(np.zeros((4, 8), half))),
         ),
         (ValueError, "b_dtype must be", lambda: Gemm(*sizes, half, b_dtype="int5")),
-        (TypeError, "dtype must be float16 or bfloat16 with b_dtype", lambda: Gemm(*sizes, np.float32, b_dtype="int4")),
+        (
+            TypeError,
+            "dtype must be float16 or bfloat16 with b_dtype",
+            lambda: Gemm(*sizes, np.float32, b_dtype="int4", scale_b=device.put(np.ones((1, 8), half))),
+        ),
         (ValueError, "scale_b must be given", lambda: Gemm(*sizes, half, b_dtype="int4")),
     ]:
         with pytest.raises(error) as raised:
