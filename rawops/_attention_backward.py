@@ -156,6 +156,7 @@ def backward(function: str, options: Options, varlen: Layout | None, named: dict
     device = arrays.device_of(function, **named)
     sizes = sizes_of(function, named, varlen)
     check_scores(function, named, sizes)
+    _check_apart(function, device, named)
     dtype = checks.dtype(function, "q", named["q"], _DTYPES)
     for name, like in (("dout", "out"), ("out", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
         x, shape = named[name], sizes.out if like == "out" else named[like].shape
@@ -174,6 +175,26 @@ def backward(function: str, options: Options, varlen: Layout | None, named: dict
     call = _Call(function, options, device, named, sizes, varlen is not None, deterministic)
     _run(call)
     return tuple(give(named[name]) for name in _GRADIENTS)
+
+
+def _check_apart(function: str, device, named: dict) -> None:
+    """Raise for a gradient in the memory of an operand, or at the address of another: parts of one array may mingle."""
+    reaches = {name: _reach(device, x) for name, x in named.items() if x is not None and x.size}
+    for name in (name for name in _GRADIENTS if name in reaches):
+        low, high = reaches[name]
+        for other, (start, end) in reaches.items():
+            shared = start == low if other in _GRADIENTS else start < high and low < end
+            if other != name and shared:
+                hint = "The gradients are written while the operands are read."
+                checks.fail(ValueError, function, name, f"not overlap {other}", "memory in common", hint)
+
+
+def _reach(device, x) -> tuple[int, int]:
+    """Return the addresses that an array begins at and ends before."""
+    spans = [step * (extent - 1) for step, extent in zip(x.strides, x.shape, strict=True)]
+    address = device.pointer(x)
+    low, high = sum(min(span, 0) for span in spans), sum(max(span, 0) for span in spans)
+    return address + low, address + high + x.dtype.itemsize
 
 
 def _run(call: _Call) -> None:

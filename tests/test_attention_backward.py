@@ -246,6 +246,19 @@ def test_wrong_arguments(rng, name):
         flash_attention_backward(**arguments)
 
 
+@pytest.mark.parametrize(("gradient", "other"), [("dq", "q"), ("dv", "dout"), ("dk", "v"), ("dq", "dk")])
+def test_gradients_have_memory_of_their_own(rng, gradient, other):
+    dout, q, k, v = operands(rng, Sq=5, Sk=5, Hq=1)
+    arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": dout.copy(), "lse": np.zeros((1, 1, 5), np.float32)}
+    arguments |= {"dk": np.zeros_like(k)}
+    arguments[gradient] = arguments[other]
+    with (
+        rawops.emulate(),
+        pytest.raises(ValueError, match=f"d. must not overlap {other}|d. must not overlap {gradient}"),
+    ):
+        flash_attention_backward(**arguments)
+
+
 @pytest.mark.parametrize("shared_bytes", [101376, 166912, 232448])
 def test_every_head_dim_fits(shared_bytes):
     for D in config.HEAD_DIMS:
