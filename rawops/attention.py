@@ -192,7 +192,7 @@ def flash_attention_backward(
     deterministic : bool
         The same bits from call to call, which takes longer on Hopper.
     dq, dk, dv : array, optional
-        Where the results go.
+        Where the results go: memory that no operand has; parts of one packed array are fine.
 
     Returns
     -------
