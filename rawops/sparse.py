@@ -7,19 +7,16 @@ row lengths: `choose` of _sparse_profile.py is the rule table.
 
 from __future__ import annotations
 
-import functools
-import numbers
 from dataclasses import dataclass
 
 import numpy as np
 
 from rawops import _sparse_formats as formats
+from rawops import _sparse_operands as given
 from rawops._runtime import arrays, checks
 from rawops._sparse_profile import Choice, Profile
 from rawops._sparse_spmm import multiply_dense
 from rawops._sparse_store import Store, is_dual
-
-_ZERO = (0.0, 0.0, 0)
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class SparseMatrix:
         """
         function = "SparseMatrix.from_coo"
         shape = formats.check_shape(function, shape)
-        device, (data, row, col) = _taken(function, data=data, row=row, col=col)
+        device, (data, row, col) = given.taken(function, data=data, row=row, col=col)
         rows, order, starts = formats.from_coordinates(function, device, data, row, col, shape)
         return cls(Store(device, False, rows, is_dual(function, device, rows, dual), order, starts))
 
@@ -147,7 +144,7 @@ class SparseMatrix:
     @classmethod
     def _from_compressed(cls, function, data, indices, indptr, shape, dual, is_csc: bool) -> SparseMatrix:
         shape = formats.check_shape(function, shape)
-        device, taken = _taken(function, data=data, indices=indices, indptr=indptr)
+        device, taken = given.taken(function, data=data, indices=indices, indptr=indptr)
         order = shape[::-1] if is_csc else shape
         rows = formats.from_compressed(function, *taken, order, "column" if is_csc else "row")
         return cls(Store(device, is_csc, rows, is_dual(function, device, rows, dual)))
@@ -226,10 +223,10 @@ class SparseMatrix:
             Of the matrix's dtype, or one that NumPy promotes to it.
         """
         function = "SparseMatrix.update_values"
-        device, (data,) = _taken(function, data=data)
+        device, (data,) = given.taken(function, data=data)
         checks.shape(function, "data", data, (self._store.data_size,))
-        self._check_device(function, device, "data")
-        if _promoted(function, "data", self.dtype, data.dtype) != self.dtype:
+        given.on_device(function, self._store.device, device, "data")
+        if given.promoted(function, "data", self.dtype, data.dtype) != self.dtype:
             checks.fail(TypeError, function, "data", f"have a dtype that {self.dtype} holds", data.dtype)
         data = formats.module_of(data).ascontiguousarray(data, self.dtype)
         self._store.update(data.conj() if self._conjugated else data)
@@ -271,11 +268,11 @@ class SparseMatrix:
         one format multiplies column by column.
         """
         function = "SparseMatrix.matmat"
-        x, out, give = self._operands(function, x, out, 2)
-        result_dtype = _promoted(function, "x", self.dtype, x.dtype)
-        alpha, beta = self._scalars(function, result_dtype, alpha, beta)
-        target = self._target(function, out, (self.shape[0], x.shape[1]), result_dtype, beta)
-        aside = target if out is None or not _overlap(out, x) else target.copy()
+        x, out, give = given.operands(function, self._store.device, x, out, (self.shape[1], None))
+        result_dtype = given.promoted(function, "x", self.dtype, x.dtype)
+        alpha, beta = given.scalars(function, self._store.device, result_dtype, alpha, beta)
+        target = given.target(function, self._store.device, out, (self.shape[0], x.shape[1]), result_dtype, beta)
+        aside = target if out is None or not given.overlap(out, x) else target.copy()
         x = x.astype(result_dtype, copy=False)
         rows = self._store.rows.get(self._transposed)
         if rows is not None:
@@ -299,14 +296,14 @@ class SparseMatrix:
         return self.T.matvec(x) if getattr(x, "ndim", None) == 1 else self.T.matmat(x.T).T
 
     def _multiply(self, function: str, way: bool, conjugated: bool, x, alpha, beta, out):
-        x, out, give = self._operands(function, x, out, 1, way)
-        result_dtype = _promoted(function, "x", self.dtype, x.dtype)
-        alpha, beta = self._scalars(function, result_dtype, alpha, beta)
-        rows = self.shape[0] if way == self._transposed else self.shape[1]
-        target = self._target(function, out, (rows,), result_dtype, beta)
+        rows, cols = self.shape if way == self._transposed else self.shape[::-1]
+        x, out, give = given.operands(function, self._store.device, x, out, (cols,))
+        result_dtype = given.promoted(function, "x", self.dtype, x.dtype)
+        alpha, beta = given.scalars(function, self._store.device, result_dtype, alpha, beta)
+        target = given.target(function, self._store.device, out, (rows,), result_dtype, beta)
         xp = formats.module_of(x)
         aside = target
-        if not target.flags.c_contiguous or (out is not None and _overlap(out, x)):
+        if not target.flags.c_contiguous or (out is not None and given.overlap(out, x)):
             aside = xp.ascontiguousarray(target).copy()
         self._run(way, conjugated, xp.ascontiguousarray(x, result_dtype), aside, alpha, beta, None)
         if aside is not target:
@@ -324,8 +321,8 @@ class SparseMatrix:
         """
         way, conjugated = self._transposed != transposed, self._conjugated != transposed
         pointer = self._store.device.pointer
-        alpha = (alpha, 0.0, 0) if type(alpha) is float else _packed(alpha, pointer)
-        beta = (beta, 0.0, 0) if type(beta) is float else _packed(beta, pointer)
+        alpha = (alpha, 0.0, 0) if type(alpha) is float else given.packed(alpha, pointer)
+        beta = (beta, 0.0, 0) if type(beta) is float else given.packed(beta, pointer)
         self._run(way, conjugated, x, y, alpha, beta, partials)
 
     def _num_partials(self, transposed: bool) -> int:
@@ -335,86 +332,3 @@ class SparseMatrix:
     def _run(self, way: bool, conjugated: bool, x, y, alpha: tuple, beta: tuple, partials) -> None:
         if y.size:
             self._store.products[way].run(x, y, alpha, beta, partials, conjugated)
-
-    # --- checks -----------------------------------------------------------------------------------------------------
-
-    def _operands(self, function: str, x, out, ndim: int, way: bool | None = None) -> tuple:
-        (x, out), give = arrays.take(function, x=x, out=out)
-        if x is None:
-            checks.fail(TypeError, function, "x", "be an array", "None")
-        self._check_device(function, arrays.device_of(function, x=x, out=out), "x")
-        cols = self.shape[1] if way in (None, self._transposed) else self.shape[0]
-        if x.ndim != ndim or x.shape[0] != cols:
-            shape = f"({cols},)" if ndim == 1 else f"({cols}, any)"
-            checks.fail(ValueError, function, "x", f"have shape {shape}", f"shape {tuple(x.shape)}")
-        return x, out, give
-
-    def _check_device(self, function: str, device, name: str) -> None:
-        if device is not self._store.device:
-            checks.fail(ValueError, function, name, f"be on the matrix's device ({self._store.device})", str(device))
-
-    def _scalars(self, function: str, dtype, alpha, beta) -> tuple[tuple, tuple]:
-        return self._scalar(function, "alpha", alpha, dtype), self._scalar(function, "beta", beta, dtype)
-
-    def _scalar(self, function: str, name: str, value, dtype) -> tuple:
-        """Return a factor as the kernels take it."""
-        if hasattr(value, "ndim") and not isinstance(value, np.generic):
-            (array,), _ = arrays.take(function, **{name: value})
-            checks.shape(function, name, array, ())
-            checks.dtype(function, name, array, ("float64",))
-            self._check_device(function, arrays.device_of(function, **{name: array}), name)
-            return _packed(array, self._store.device.pointer)
-        if not isinstance(value, numbers.Complex):
-            checks.fail(TypeError, function, name, "be a number", f"{value!r} ({type(value).__name__})")
-        value = complex(value)
-        if value.imag and dtype.kind != "c":
-            hint = "Convert x to a complex type."
-            checks.fail(TypeError, function, name, f"be real for a result of {dtype.name}", value, hint)
-        return value.real, value.imag, 0
-
-    def _target(self, function: str, out, shape: tuple, dtype, beta: tuple):
-        if out is None:
-            if beta != _ZERO:
-                checks.fail(ValueError, function, "out", "be given where beta is not 0", "None")
-            return self._store.device.empty(shape, dtype)
-        checks.shape(function, "out", out, shape)
-        if out.dtype != dtype:
-            checks.fail(TypeError, function, "out", f"have the result's dtype {dtype}", out.dtype)
-        checks.output(function, "out", out)
-        return out
-
-
-def _packed(value, pointer) -> tuple:
-    if hasattr(value, "ndim") and not isinstance(value, np.generic):
-        return 0.0, 0.0, pointer(value)
-    value = complex(value)
-    return value.real, value.imag, 0
-
-
-def _taken(function: str, **named) -> tuple:
-    for name, x in named.items():
-        if x is None:
-            checks.fail(TypeError, function, name, "be an array", "None")
-    taken, _ = arrays.take(function, **named)
-    return arrays.device_of(function, **dict(zip(named, taken, strict=True))), taken
-
-
-def _promoted(function: str, name: str, matrix: np.dtype, vector: np.dtype) -> np.dtype:
-    """Return the dtype of a product."""
-    result = _result_type(matrix, vector)
-    if result is None:
-        checks.fail(TypeError, function, name, f"have a dtype that NumPy promotes with {matrix}", vector)
-    return result
-
-
-@functools.lru_cache(maxsize=256)
-def _result_type(matrix: np.dtype, vector: np.dtype) -> np.dtype | None:
-    try:
-        result = np.result_type(matrix, vector)
-    except TypeError:
-        return None
-    return result if result.name in formats.VALUES else None
-
-
-def _overlap(a, b) -> bool:
-    return formats.module_of(a).may_share_memory(a, b)

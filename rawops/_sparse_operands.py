@@ -1,0 +1,104 @@
+"""What a sparse product takes: checks of vectors, dense matrices and factors, and the result's dtype and memory."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+
+import numpy as np
+
+from rawops import _sparse_formats as formats
+from rawops._runtime import arrays, checks
+
+ZERO = (0.0, 0.0, 0)  # a factor as the kernels take it: real, imaginary, address or 0
+
+
+def operands(function: str, device, x, out, shape: tuple) -> tuple:
+    """Return x, of a shape in which None is any, and out as device arrays, and what gives the result back."""
+    (x, out), give = arrays.take(function, x=x, out=out)
+    if x is None:
+        checks.fail(TypeError, function, "x", "be an array", "None")
+    on_device(function, device, arrays.device_of(function, x=x, out=out), "x")
+    if x.ndim != len(shape) or x.shape[0] != shape[0]:
+        wanted = f"({shape[0]},)" if len(shape) == 1 else f"({shape[0]}, any)"
+        checks.fail(ValueError, function, "x", f"have shape {wanted}", f"shape {tuple(x.shape)}")
+    return x, out, give
+
+
+def taken(function: str, **named) -> tuple:
+    """Return the device of some arrays, none of which may be missing, and the arrays."""
+    for name, x in named.items():
+        if x is None:
+            checks.fail(TypeError, function, name, "be an array", "None")
+    found, _ = arrays.take(function, **named)
+    return arrays.device_of(function, **dict(zip(named, found, strict=True))), found
+
+
+def on_device(function: str, device, found, name: str) -> None:
+    """Raise unless an array was found on the matrix's device."""
+    if found is not device:
+        checks.fail(ValueError, function, name, f"be on the matrix's device ({device})", str(found))
+
+
+def scalars(function: str, device, dtype, alpha, beta) -> tuple[tuple, tuple]:
+    """Return both factors as the kernels take them."""
+    return _scalar(function, device, "alpha", alpha, dtype), _scalar(function, device, "beta", beta, dtype)
+
+
+def _scalar(function: str, device, name: str, value, dtype) -> tuple:
+    if hasattr(value, "ndim") and not isinstance(value, np.generic):
+        (array,), _ = arrays.take(function, **{name: value})
+        checks.shape(function, name, array, ())
+        checks.dtype(function, name, array, ("float64",))
+        on_device(function, device, arrays.device_of(function, **{name: array}), name)
+        return packed(array, device.pointer)
+    if not isinstance(value, numbers.Complex):
+        checks.fail(TypeError, function, name, "be a number", f"{value!r} ({type(value).__name__})")
+    value = complex(value)
+    if value.imag and dtype.kind != "c":
+        hint = "Convert x to a complex type."
+        checks.fail(TypeError, function, name, f"be real for a result of {dtype.name}", value, hint)
+    return value.real, value.imag, 0
+
+
+def packed(value, pointer) -> tuple:
+    """Return a number, or the address of a 0-d array, as the kernels take it."""
+    if hasattr(value, "ndim") and not isinstance(value, np.generic):
+        return 0.0, 0.0, pointer(value)
+    value = complex(value)
+    return value.real, value.imag, 0
+
+
+def target(function: str, device, out, shape: tuple, dtype, beta: tuple):
+    """Return the checked output, or a new one."""
+    if out is None:
+        if beta != ZERO:
+            checks.fail(ValueError, function, "out", "be given where beta is not 0", "None")
+        return device.empty(shape, dtype)
+    checks.shape(function, "out", out, shape)
+    if out.dtype != dtype:
+        checks.fail(TypeError, function, "out", f"have the result's dtype {dtype}", out.dtype)
+    checks.output(function, "out", out)
+    return out
+
+
+def promoted(function: str, name: str, matrix: np.dtype, vector: np.dtype) -> np.dtype:
+    """Return the dtype of a product."""
+    result = _result_type(matrix, vector)
+    if result is None:
+        checks.fail(TypeError, function, name, f"have a dtype that NumPy promotes with {matrix}", vector)
+    return result
+
+
+@functools.lru_cache(maxsize=256)
+def _result_type(matrix: np.dtype, vector: np.dtype) -> np.dtype | None:
+    try:
+        result = np.result_type(matrix, vector)
+    except TypeError:
+        return None
+    return result if result.name in formats.VALUES else None
+
+
+def overlap(a, b) -> bool:
+    """Tell whether two arrays may share memory."""
+    return formats.module_of(a).may_share_memory(a, b)
