@@ -2,11 +2,13 @@
 //
 // A block has 16 rows, a warp four of them; lane j has key j of every 32 and columns j, j + 32, ... of the result.
 #include "common/attention_softmax.cuh"
+#include "common/dropout.cuh"
 
 namespace rawops {
 
 template <int kScore>
 __global__ void __launch_bounds__(128) attention_simt(const __grid_constant__ AttentionParams params) {
+    constexpr bool kDrops = (kScore & kScoreDropout) != 0;
     constexpr int ROWS = 4, BLOCK_M = 16, BLOCK_N = kWarpSize, COLS = 256 / kWarpSize;
     const AttentionCall& call = params.call;
     const AttentionShape& shape = params.shape;
@@ -45,9 +47,13 @@ __global__ void __launch_bounds__(128) attention_simt(const __grid_constant__ At
                 float next = fmaxf(max, value);
                 for (int step = 16; step > 0; step /= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
                 const float base = next == -infinity() ? 0.0f : next;
-                const float factor = exp2f(max - base), weight = exp2f(value - base);
+                const float factor = exp2f(max - base);
+                float weight = exp2f(value - base);
                 max = next;
                 sum = sum * factor + weight;
+                if constexpr (kDrops) {
+                    if (!Dropout(shape, block.batch, head).keeps(i, key)) weight = 0.0f;
+                }
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) acc[c] *= factor;
                 const int count = min_of(keys.end - first, BLOCK_N);
@@ -68,7 +74,7 @@ __global__ void __launch_bounds__(128) attention_simt(const __grid_constant__ At
                 call.lse[block.split * shape.lse_split + block.batch * shape.lse_batch + head * shape.lse_head +
                          query] = log_sum(max, sum);
             }
-            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const float inverse = sum == 0.0f ? 0.0f : (kDrops ? shape.dropout.scale : 1.0f) / sum;
             float* out = static_cast<float*>(call.out) + block.split * shape.out_split + block.batch * shape.out.batch +
                          query * shape.out.row + head * shape.out.head;
 #pragma unroll

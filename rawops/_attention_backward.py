@@ -12,6 +12,7 @@ from rawops._attention_config import (
     ALIBI,
     BIAS,
     CALL_FIELDS,
+    DROPS,
     HEAD_DIMS,
     SCORES,
     SHAPE_FIELDS,
@@ -20,6 +21,7 @@ from rawops._attention_config import (
     Tile,
     padded,
 )
+from rawops._attention_dropout import Dropout
 from rawops._attention_operands import (
     AXES,
     Layout,
@@ -92,7 +94,9 @@ _CHOICES = {
 
 def _smoke(**changes) -> list[dict]:
     found = []
-    for width, score, access in ((64, 0, 16), (128, 0, 16), (256, 0, 16), (64, SOFTCAP | ALIBI | BIAS, 2)):
+    for width, score, access in (
+        *((64, 0, 16), (128, 0, 16), (256, 0, 16), (64, SOFTCAP | ALIBI | BIAS, 2), (128, DROPS, 16)),
+    ):
         tile = tiles_of(width, width, score)[0]
         values = {"dtype": "bfloat16", "tile": tile.cpp, "access": access, "score": score}
         found += [{**values, "of": of} for of in passes(tile)] if changes else [values]
@@ -140,13 +144,21 @@ class _Call:
     sizes: Sizes
     is_varlen: bool
     is_deterministic: bool
+    dropout: Dropout | None
 
     def strides(self, name: str) -> dict[str, int]:
         found = strides_of(self.function, name, self.named[name], self.sizes.axes)
         return {f"{name}_{axis}": s for axis, s in zip(AXES, found, strict=True)}
 
 
-def backward(function: str, options: Options, varlen: Layout | None, named: dict, deterministic: bool) -> tuple:
+def backward(
+    function: str,
+    options: Options,
+    varlen: Layout | None,
+    named: dict,
+    deterministic: bool,
+    dropout: Dropout | None,
+) -> tuple:
     """Check a call and run it; see rawops.flash_attention_backward."""
     for name in ("dout", "q", "k", "v", "out", "lse", *(("cu_seqlens_q", "cu_seqlens_k") if varlen else ())):
         if named[name] is None:
@@ -172,7 +184,7 @@ def backward(function: str, options: Options, varlen: Layout | None, named: dict
     checks.shape(function, "lse", lse, sizes.lse)
     if not lse.flags.c_contiguous:
         checks.fail(ValueError, function, "lse", "be C-contiguous", f"strides {lse.strides}")
-    call = _Call(function, options, device, named, sizes, varlen is not None, deterministic)
+    call = _Call(function, options, device, named, sizes, varlen is not None, deterministic, dropout)
     _run(call)
     return tuple(give(named[name]) for name in _GRADIENTS)
 
@@ -214,6 +226,8 @@ def _run(call: _Call) -> None:
     fields["softmax_scale"] = call.options.scale(sizes.head_dim)
     delta = device.empty(sizes.lse, np.dtype(np.float32))
     fields |= {name: device.pointer(x) for name, x in {**named, "delta": delta}.items() if name in PARAMS.fields}
+    if call.dropout is not None:
+        fields |= call.dropout.fields(call.function, device)
     params = (PARAMS.pack(*(fields.get(name, 0) for name in PARAMS.fields)),)
 
     choices = {"dtype": problem.dtype, "tile": tile.cpp, "access": access, "score": problem.score}

@@ -14,6 +14,7 @@ from rawops import _attention_config as config
 from rawops import _attention_sm90
 from rawops import config as settings
 from rawops._attention_config import SIMT, SM80, Problem
+from rawops._attention_dropout import Dropout, packed
 from rawops._attention_merge import merge_parts
 from rawops._attention_operands import (
     AXES,
@@ -48,8 +49,8 @@ class OneKernel:
     shared_bytes: int
     shape: bytes
 
-    def run(self, addresses: list) -> None:
-        params = config.CALL.pack(*addresses, 0, 0) + self.shape
+    def run(self, addresses: list, dropout: bytes) -> None:
+        params = config.CALL.pack(*addresses, 0, 0) + self.shape + dropout
         self.kernel.launch(self.grid, (self.threads, 1, 1), (params,), self.shared_bytes)
 
 
@@ -61,8 +62,8 @@ class OnHopper:
     shape: bytes
     counter: Callable[[], tuple]
 
-    def run(self, addresses: list) -> None:
-        params = config.CALL.pack(*addresses, 0, 0) + self.shape
+    def run(self, addresses: list, dropout: bytes) -> None:
+        params = config.CALL.pack(*addresses, 0, 0) + self.shape + dropout
         _kept, taken = self.counter() if self.plan.wants_counter else (None, 0)
         self.plan.run(*addresses[:3], params, taken)
 
@@ -75,9 +76,9 @@ class SplitKeys:
     merge: Callable[[int, int, int, int], None]  # addresses of the parts, their lse, out and lse
     workspace: Callable[[], tuple]
 
-    def run(self, addresses: list) -> None:
+    def run(self, addresses: list, dropout: bytes) -> None:
         _kept, parts, lses = self.workspace()
-        self.partial.run([*addresses[:3], parts, lses, *addresses[5:]])
+        self.partial.run([*addresses[:3], parts, lses, *addresses[5:]], dropout)
         self.merge(parts, lses, addresses[3], addresses[4])
 
 
@@ -90,7 +91,7 @@ class Launch:
     out_dtype: np.dtype
     lse_shape: tuple[int, ...]
     overlaps: tuple[tuple[int, int, int], ...]
-    run: Callable[[list], None] | None
+    run: Callable[[list, bytes], None] | None
 
     def collides(self, addresses: list) -> bool:
         """Tell whether the result would overwrite what is still to be read."""
@@ -133,30 +134,30 @@ class Attention:
         self._launches: dict[tuple, Launch] = {}
         self._last: tuple = (None, None)
 
-    def __call__(self, operands: tuple):
-        """Run on arrays of any kind; returns out, or out and lse."""
+    def __call__(self, operands: tuple, dropout: Dropout | None = None):
+        """Run on arrays of any kind; returns out, or out and lse. `dropout` goes with the options' probability."""
         found = arrays.signature(operands)
         if found is None:
-            return self._call_converted(operands)
+            return self._call_converted(operands, dropout)
         self._check_values(operands)
         key, addresses = found
         last, launch = self._last
         if key != last:
             launch = self._launch_of(key, operands, addresses)
-        return self._run(launch, operands, addresses)
+        return self._run(launch, operands, addresses, dropout)
 
-    def _call_converted(self, operands: tuple):
+    def _call_converted(self, operands: tuple, dropout: Dropout | None):
         named = dict(zip(ROLES, operands, strict=True))
         self._check_given(named)
         converted, give = arrays.take(self.function, **named)
         device = arrays.device_of(self.function, **dict(zip(ROLES, converted, strict=True)))
         operands = tuple(converted)
         if not device.is_emulated:
-            result = self(operands)
+            result = self(operands, dropout)
         else:
             self._check_values(operands)
             addresses = [device.pointer(x) for x in operands]
-            result = self._run(self.prepare(device, operands, addresses), operands, addresses)
+            result = self._run(self.prepare(device, operands, addresses), operands, addresses, dropout)
         return tuple(give(x) for x in result) if isinstance(result, tuple) else give(result)
 
     def _check_values(self, operands: tuple) -> None:
@@ -183,7 +184,7 @@ class Attention:
         self._last = key, launch
         return launch
 
-    def _run(self, launch: Launch, operands: tuple, addresses: list):
+    def _run(self, launch: Launch, operands: tuple, addresses: list, dropout: Dropout | None):
         out, lse = operands[_OUT], operands[_LSE]
         aside = out is not None and launch.collides(addresses)
         target = out
@@ -194,7 +195,7 @@ class Attention:
             lse = launch.device.empty(launch.lse_shape, np.dtype(np.float32))
             addresses[_LSE] = launch.device.pointer(lse)
         if launch.run is not None:
-            launch.run(addresses)
+            launch.run(addresses, packed(self.function, dropout, launch.device))
         if aside:
             out[...] = target
             target = out

@@ -14,7 +14,7 @@ LONGEST = 1 << 30  # keys or queries of a sequence are fewer: sums of two fit 32
 UNLIMITED = LONGEST  # a window bound
 
 # How a score differs from scale * q.k, as the bits of a template argument (attention_problem.cuh)
-SOFTCAP, ALIBI, BIAS, MULTIPLY = 1, 2, 4, 8
+SOFTCAP, ALIBI, BIAS, MULTIPLY, DROPS = 1, 2, 4, 8, 16
 
 # --- parameters -----------------------------------------------------------------------------------------------------
 
@@ -26,7 +26,7 @@ def _strides(name: str) -> dict[str, str]:
 _POINTERS = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias")
 _POINTERS += ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
 CALL_FIELDS = dict.fromkeys(_POINTERS, "pointer")
-SHAPE_FIELDS = {
+_SHAPE_FIELDS = {
     **{key: kind for name in ("q", "k", "v", "out", "bias") for key, kind in _strides(name).items()},
     **dict.fromkeys(("lse_batch", "lse_head", "out_split", "lse_split"), "int64"),
     **dict.fromkeys(("alibi_batch", "block_table_batch"), "int64"),
@@ -35,9 +35,17 @@ SHAPE_FIELDS = {
     **dict.fromkeys(("page_shift", "bias_is_float", "out_pairs"), "int32"),
     **dict.fromkeys(("scale", "softcap"), "float32"),
 }
+_DROPOUT_FIELDS = {
+    **dict.fromkeys(("dropout_seed_at", "dropout_offset_at"), "pointer"),
+    **dict.fromkeys(("dropout_seed", "dropout_offset"), "int64"),
+    "dropout_keep": "int32",
+    "dropout_scale": "float32",
+}
+SHAPE_FIELDS = {**_SHAPE_FIELDS, **_DROPOUT_FIELDS}
 CALL = ParamStruct("AttentionCall", **CALL_FIELDS)
-SHAPE = ParamStruct("AttentionShape", **SHAPE_FIELDS)
-PARAMS = ParamStruct("AttentionParams", **CALL_FIELDS, **SHAPE_FIELDS)  # one after the other, both of 8-byte alignment
+SHAPE = ParamStruct("AttentionShape", **_SHAPE_FIELDS)  # but for what changes from call to call:
+DROPOUT = ParamStruct("AttentionDropout", **_DROPOUT_FIELDS)
+PARAMS = ParamStruct("AttentionParams", **CALL_FIELDS, **SHAPE_FIELDS)  # one after the other, all of 8-byte alignment
 
 
 # --- problem --------------------------------------------------------------------------------------------------------
@@ -57,7 +65,7 @@ class Problem:
     window_left, window_right : int
         `UNLIMITED` or a bound; causal is a `window_right` of 0.
     score : int
-        Bits of `SOFTCAP`, `ALIBI`, `BIAS`, `MULTIPLY`.
+        Bits of `SOFTCAP`, `ALIBI`, `BIAS`, `MULTIPLY`, `DROPS`.
     access : int
         Widest access in bytes that the rows of q, k and v all allow; 16 is what fast copies need.
     varlen : bool
@@ -93,10 +101,10 @@ def padded(head_dim: int) -> int:
     return next(size for size in HEAD_DIMS if size >= head_dim)
 
 
-def score_bits(softmax_scale: float, softcap: float, has_alibi: bool, has_bias: bool) -> int:
-    """Return the template argument for how scores are made."""
+def score_bits(softmax_scale: float, softcap: float, has_alibi: bool, has_bias: bool, drops: bool = False) -> int:
+    """Return the template argument for how scores are made, and whether weights are dropped."""
     bits = SOFTCAP * (softcap > 0) + ALIBI * has_alibi + BIAS * has_bias
-    return bits or MULTIPLY * (not softmax_scale > 0)
+    return (bits or MULTIPLY * (not softmax_scale > 0)) | DROPS * drops
 
 
 def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
@@ -143,10 +151,10 @@ def tiles_of(head_dim: int, head_dim_v: int, score: int = 0) -> list[Tile]:
     """Return the tiles for padded head sizes and bits of `score`, largest first.
 
     32 rows a warp halve the shared memory's traffic, and leave registers for fewer keys the wider the heads are; past
-    128 columns they leave too few. Two blocks of four warps on an SM, or one of eight, have one warp's softmax run
-    beside another one's products.
+    128 columns they leave too few, and so they do with dropout. Two blocks of four warps on an SM, or one of eight,
+    have one warp's softmax run beside another one's products.
     """
-    if head_dim_v > 128:
+    if head_dim_v > 128 or score & DROPS:
         large = [(128, 64, 8), (128, 32, 8)]
     elif head_dim_v > 96:
         large = [(128, 48, 4)] if head_dim <= 128 and score == 0 else []
@@ -159,8 +167,9 @@ def tiles_of(head_dim: int, head_dim_v: int, score: int = 0) -> list[Tile]:
 
 # --- kernels --------------------------------------------------------------------------------------------------------
 
-_TILES = [tile for d in HEAD_DIMS for dv in HEAD_DIMS for tile in tiles_of(d, dv)]
-SCORES = (*range((SOFTCAP | ALIBI | BIAS) + 1), MULTIPLY)
+_TILES = [tile for d in HEAD_DIMS for dv in HEAD_DIMS for score in (0, DROPS) for tile in tiles_of(d, dv, score)]
+_SCORES = (*range((SOFTCAP | ALIBI | BIAS) + 1), MULTIPLY)
+SCORES = (*_SCORES, *(bits | DROPS for bits in _SCORES))
 
 
 def _smoke(head_dim: int, **changes) -> list[dict]:
@@ -178,11 +187,17 @@ SM80 = KernelSpec(
     choices={
         "dtype": DTYPES[:2],
         "out_dtype": DTYPES,
-        "tile": tuple(tile.cpp for tile in _TILES),
+        "tile": tuple(dict.fromkeys(tile.cpp for tile in _TILES)),
         "access": (16, 8, 4, 2),
         "score": SCORES,
     },
-    smoke=[*_smoke(64), *_smoke(128), *_smoke(256), *_smoke(64, access=2, score=SOFTCAP | ALIBI | BIAS)],
+    smoke=[
+        *_smoke(64),
+        *_smoke(128),
+        *_smoke(256),
+        *_smoke(64, access=2, score=SOFTCAP | ALIBI | BIAS),
+        *_smoke(128, score=DROPS),
+    ],
     params=PARAMS,
     spills={"sm_100a": 8},
 )
@@ -191,7 +206,7 @@ SIMT = KernelSpec(
     entry="rawops::attention_simt",
     template=("score",),
     choices={"score": SCORES},
-    smoke=({"score": 0}, {"score": SOFTCAP | ALIBI | BIAS}),
+    smoke=({"score": 0}, {"score": SOFTCAP | ALIBI | BIAS}, {"score": DROPS}),
     params=PARAMS,
     spills={"sm_100a": 12},
 )
@@ -249,7 +264,7 @@ def _fitting(tiles: list[Tile], rows: int, max_shared_bytes: int) -> Tile | None
 
 def _config(problem, tile, block_m: int, block_n: int, slots: int, num_splits: int | None) -> Config:
     alone, together = -(-problem.seqlen_q // block_m), -(-problem.seqlen_q * problem.group // block_m)
-    packed = problem.group if 8 * together <= 7 * alone * problem.group else 1
+    packed = problem.group if 8 * together <= 7 * alone * problem.group and not problem.score & DROPS else 1
     config = Config(tile, packed, max(1, together if packed > 1 else alone), 1)
     if num_splits is None:
         num_splits = _splits(_blocks(problem, config), -(-problem.seqlen_k // block_n), slots)

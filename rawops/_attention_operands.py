@@ -18,6 +18,7 @@ from rawops._attention_config import (
     score_bits,
     score_scales,
 )
+from rawops._attention_dropout import checked_probability
 from rawops._runtime import checks
 
 AXES = ("batch", "row", "head", "col")  # of q, k, v and out, in the order of AttentionStrides
@@ -36,6 +37,7 @@ class Options:
     softcap: float = 0.0
     num_splits: int | None = None
     return_lse: bool = False
+    dropout_p: float = 0.0
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -64,7 +66,8 @@ def checked(function: str, options: Options) -> Options:
     if splits is not None:
         splits = checks.int_range(function, "num_splits", splits, 1, MOST_SPLITS, "None chooses it.")
     causal, return_lse = bool(options.causal), bool(options.return_lse)
-    return Options(causal, scale, tuple(bounds), softcap, splits, return_lse)
+    dropout_p = checked_probability(function, options.dropout_p)
+    return Options(causal, scale, tuple(bounds), softcap, splits, return_lse, dropout_p)
 
 
 def _finite(function: str, name: str, value) -> float:
@@ -229,7 +232,7 @@ def problem_of(named: dict, sizes: Sizes, options: Options, access: int) -> Prob
         head_dim_v=sizes.head_dim_v,
         window_left=left,
         window_right=right,
-        score=score_bits(options.scale(sizes.head_dim), options.softcap, has_alibi, has_bias),
+        score=score_bits(options.scale(sizes.head_dim), options.softcap, has_alibi, has_bias, options.dropout_p > 0),
         access=access,
         varlen=named["cu_seqlens_q"] is not None,
     )

@@ -6,6 +6,7 @@ import functools
 
 from rawops._attention_backward import backward
 from rawops._attention_call import Attention
+from rawops._attention_dropout import dropout_of
 from rawops._attention_merge import merge_states
 from rawops._attention_operands import LONGEST, Layout, Options, checked
 from rawops._runtime import arrays, checks
@@ -20,12 +21,12 @@ def _attention(function: str, options: Options, varlen: Layout | None = None) ->
     return Attention(function, checked(function, options), varlen)
 
 
-def _run(operands: tuple, *options):
+def _run(operands: tuple, seed, offset, *options):
     try:
         attention = _attention(*options)
     except TypeError:  # what cannot be hashed; if it is not wrong either, it runs without the cache
         attention = _attention.__wrapped__(*options)
-    return attention(operands)
+    return attention(operands, dropout_of(attention.function, attention.options.dropout_p, seed, offset))
 
 
 def flash_attention(
@@ -42,6 +43,9 @@ def flash_attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     out=None,
+    dropout_p: float = 0.0,
+    dropout_seed=None,
+    dropout_offset=0,
 ):
     """Attend: ``softmax(scores + mask) @ v``, without the matrix of scores in memory.
 
@@ -77,6 +81,15 @@ def flash_attention(
         Return the logarithm of each row's sum of exponentials too.
     out : array (batch, seqlen_q, num_heads, head_dim_v), optional
         Where the result goes; of q's dtype. Where it overlaps an input, the result is computed aside and copied.
+    dropout_p : float
+        From 0 to under 1, in steps of 2^-16: the share of weights that become 0; the others are divided by the share
+        that stays. `lse` is of all weights.
+    dropout_seed : int or array of one int64 or uint64
+        Needed with a `dropout_p`. Which weights go depends on seed, offset, sequence, head, query and key alone
+        (Philox4x32-10: Salmon et al., 2011): the same in `flash_attention_backward`, whatever the kernel.
+    dropout_offset : int below 2^32, or array of one int64 or uint64
+        Another one, other weights: count calls with it. Arrays are read by the kernel, so replays of a captured graph
+        may find another number there; of an offset the low 32 bits count.
 
     Returns
     -------
@@ -96,8 +109,9 @@ def flash_attention(
     dtype for the product with v. Nothing synchronises, no atomics: the same call gives the same bits. A NaN or an
     infinity at a hidden key stays hidden. To capture it in a CUDA graph, use `FlashAttention` with ``out=``.
     """
-    options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse)
-    return _run((q, k, v, out, None, alibi_slopes, bias, None, None), "flash_attention", options)
+    options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
+    operands = (q, k, v, out, None, alibi_slopes, bias, None, None)
+    return _run(operands, dropout_seed, dropout_offset, "flash_attention", options)
 
 
 def flash_attention_varlen(
@@ -117,6 +131,9 @@ def flash_attention_varlen(
     num_splits: int | None = None,
     return_lse: bool = False,
     out=None,
+    dropout_p: float = 0.0,
+    dropout_seed=None,
+    dropout_offset=0,
 ):
     """Attend within each of many sequences that lie one after the other; otherwise as `flash_attention`.
 
@@ -132,6 +149,8 @@ def flash_attention_varlen(
         The longest sequences; what the grid is made for. A longer one is right all the same, only slower.
     causal, softmax_scale, window, softcap, alibi_slopes, num_splits, return_lse
         As for `flash_attention`, each sequence for itself.
+    dropout_p, dropout_seed, dropout_offset
+        As for `flash_attention`; queries and keys count from the start of their sequence.
     out : array (total_q, num_heads, head_dim_v), optional
 
     Returns
@@ -146,9 +165,10 @@ def flash_attention_varlen(
     The lengths are read on the device: nothing synchronises, and a captured graph may be replayed with other lengths
     up to the longest. With ``RAWOPS_CHECK=1`` they are checked, which waits for the device.
     """
-    options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse)
+    options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
     operands = (q, k, v, out, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k)
-    return _run(operands, "flash_attention_varlen", options, Layout(max_seqlen_q, max_seqlen_k))
+    layout = Layout(max_seqlen_q, max_seqlen_k)
+    return _run(operands, dropout_seed, dropout_offset, "flash_attention_varlen", options, layout)
 
 
 def flash_attention_backward(
@@ -169,6 +189,9 @@ def flash_attention_backward(
     cu_seqlens_k=None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed=None,
+    dropout_offset=0,
     deterministic: bool = False,
     dq=None,
     dk=None,
@@ -187,6 +210,8 @@ def flash_attention_backward(
         Arguments and results of the forward call, float16 or bfloat16; lse C-contiguous.
     causal, softmax_scale, window, softcap, alibi_slopes, bias
         Those of the forward call. There is no gradient by slopes and bias.
+    dropout_p, dropout_seed, dropout_offset
+        Those of the forward call, for the same weights to be dropped.
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         Those of a `flash_attention_varlen`, whose arrays have the shapes that it takes.
     deterministic : bool
@@ -218,10 +243,12 @@ def flash_attention_backward(
         for name, value in longest.items():
             checks.int_range("flash_attention_backward", name, value, 0, LONGEST - 1)
         varlen = Layout(max_seqlen_q, max_seqlen_k)
-    options = checked("flash_attention_backward", Options(causal, softmax_scale, window, softcap))
+    options = Options(causal, softmax_scale, window, softcap, dropout_p=dropout_p)
+    options = checked("flash_attention_backward", options)
+    dropout = dropout_of("flash_attention_backward", options.dropout_p, dropout_seed, dropout_offset)
     named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     named |= {"alibi_slopes": alibi_slopes, "bias": bias, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return backward("flash_attention_backward", options, varlen, named, bool(deterministic))
+    return backward("flash_attention_backward", options, varlen, named, bool(deterministic), dropout)
 
 
 def merge_attention_states(out_a, lse_a, out_b, lse_b):
@@ -252,7 +279,7 @@ class FlashAttention:
 
     Parameters
     ----------
-    causal, softmax_scale, window, softcap, alibi_slopes, num_splits, return_lse
+    causal, softmax_scale, window, softcap, alibi_slopes, num_splits, return_lse, dropout_p
         As for `flash_attention`. `alibi_slopes` is kept, not copied.
     """
 
@@ -266,11 +293,14 @@ class FlashAttention:
         alibi_slopes=None,
         num_splits: int | None = None,
         return_lse: bool = False,
+        dropout_p: float = 0.0,
     ) -> None:
-        options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse)
+        options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
         self._attention = Attention("FlashAttention", checked("FlashAttention", options), workspaces={})
         (self._slopes,), _ = arrays.take("FlashAttention", alibi_slopes=alibi_slopes)
 
-    def __call__(self, q, k, v, *, bias=None, out=None, lse=None):
+    def __call__(self, q, k, v, *, bias=None, out=None, lse=None, dropout_seed=None, dropout_offset=0):
         """Run on q, k and v as `flash_attention`; lse (batch, num_heads, seqlen_q) is C-contiguous float32."""
-        return self._attention((q, k, v, out, lse, self._slopes, bias, None, None))
+        attention = self._attention
+        dropout = dropout_of("FlashAttention", attention.options.dropout_p, dropout_seed, dropout_offset)
+        return attention((q, k, v, out, lse, self._slopes, bias, None, None), dropout)

@@ -10,6 +10,7 @@
 #pragma once
 #include "attention_softmax.cuh"
 #include "attention_tile.cuh"
+#include "dropout.cuh"
 #include "mma.cuh"
 
 namespace rawops {
@@ -65,6 +66,7 @@ template <class T_, class Tile, int ACCESS, int kScore, int kOf> struct Attentio
     static constexpr bool kKeysStay = kOf != kOfQueries;
     static constexpr bool kFirst = (kOf & kOfValues) == 0 || (kOf & kOfKeys) != 0;  // dq or dk is wanted
     static constexpr bool kSecond = (kOf & kOfValues) != 0;
+    static constexpr bool kDrops = (kScore & kScoreDropout) != 0, kPlain = (kScore & ~kScoreDropout) == 0;
     static constexpr int BLOCK_M = Tile::BLOCK_M, BLOCK_N = Tile::BLOCK_N, THREADS = Tile::THREADS;
     static constexpr int D = Tile::HEAD_DIM, DV = Tile::HEAD_DIM_V, ATOMS_N = BLOCK_N / 8;
     static_assert(Tile::WARP_M == 16 && Tile::STAGES == 2, "a warp has 16 rows that stay");
@@ -155,7 +157,8 @@ template <class T_, class Tile, int ACCESS, int kScore, int kOf> struct Attentio
                    first, end);
     }
     __device__ void write_v(void* to, const AttentionStrides& strides, int64_t offset, int first, int end) const {
-        write_rows(static_cast<T*>(to) + offset, strides, acc_v, params.forward.shape.head_dim_v, 1.0f, first, end);
+        write_rows(static_cast<T*>(to) + offset, strides, acc_v, params.forward.shape.head_dim_v,
+                   kDrops ? params.forward.shape.dropout.scale : 1.0f, first, end);
     }
 
 private:
@@ -234,8 +237,12 @@ private:
                                   int head, const float2 (&own)[2]) const {
         const AttentionShape& shape = params.forward.shape;
         const int shift = block.k_len - block.q_len, row = first + warp * 16 + lane / 4, col = at + lane % 4 * 2;
+        DropoutNumbers dropped;
 #pragma unroll
         for (int j = 0; j < ATOMS_N; ++j) {
+            if constexpr (kDrops) {
+                if (j % 2 == 0) dropped = numbers_of_atoms(block, head, first + warp * 16, at + j * 8);
+            }
             float2 passing[2];
             if constexpr (kKeysStay) {
                 const uint32_t from = numbers + (j * 8 + lane % 4 * 2) * 8;
@@ -253,17 +260,29 @@ private:
                 const bool is_seen = distance >= -shape.window_left && distance <= shape.window_right &&
                                      key < block.k_len && i < block.q_len;
                 float weight = 0.0f, slope = 1.0f;
-                if (kScore == 0) {
+                if (kPlain) {
                     weight = exp2_fast(p[j][e] * shape.scale - number.x);
                 } else if (is_seen) {
                     const RowScore<T, kScore> score(params.forward, block, i, head);
                     weight = exp2_fast(score(p[j][e], key) - number.x);
                     slope = score.derivative(p[j][e]);
                 }
-                p[j][e] = is_seen ? weight : 0.0f;
-                if constexpr (kFirst) ds[j][e] = is_seen ? weight * (ds[j][e] - number.y) * slope : 0.0f;
+                const bool is_kept = !kDrops || dropped.keeps(j % 2, e);
+                p[j][e] = is_seen && is_kept ? weight : 0.0f;
+                if constexpr (kFirst) {
+                    if (kDrops) ds[j][e] = is_kept ? ds[j][e] * shape.dropout.scale : 0.0f;
+                    ds[j][e] = is_seen ? weight * (ds[j][e] - number.y) * slope : 0.0f;
+                }
             }
         }
+    }
+
+    // What dropout needs of two atoms, whose rows are those that stay.
+    template <class Block>
+    __device__ DropoutNumbers numbers_of_atoms(const Block& block, int head, int stays, int passes) const {
+        const Dropout dropout(params.forward.shape, block.batch, head);
+        if constexpr (kKeysStay) return dropout.of_keys(passes, stays, lane);
+        return dropout.of_queries(stays, passes, lane);
     }
 
     template <int ATOMS>

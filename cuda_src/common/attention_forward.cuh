@@ -3,6 +3,7 @@
 #pragma once
 #include "attention_softmax.cuh"
 #include "attention_tile.cuh"
+#include "dropout.cuh"
 #include "mma.cuh"
 
 namespace rawops {
@@ -40,6 +41,7 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
     using ReaderQ = FragmentReader<T, typename TileQ::Panel, true>;
     using ReaderK = FragmentReader<T, typename TileK::Panel, true, true>;
     using ReaderV = FragmentReader<T, typename TileV::Panel, false, true>;
+    static constexpr bool kDrops = (kScore & kScoreDropout) != 0, kPlain = (kScore & ~kScoreDropout) == 0;
     using Scores = float[ATOMS_M][ATOMS_N][4];
     using Weights = uint32_t[ATOMS_M][ATOMS_N / 2][4];
     using Accumulators = float[ATOMS_M][ATOMS_V][4];
@@ -104,8 +106,9 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
                 Weights weights;
                 multiply_qk(scores, tile_k);
                 fetch(key + (STAGES - 1) * BLOCK_N, stage == 0 ? STAGES - 1 : stage - 1);
-                if (kScore != 0 || !sees_all) make_scores(scores, key, sees_all);
-                softmax.template step<T>(scores, weights, acc, kScore == 0 ? shape.scale : 1.0f);
+                if (!kPlain || !sees_all) make_scores(scores, key, sees_all);
+                softmax.template step<T>(scores, weights, acc, kPlain ? shape.scale : 1.0f);
+                if constexpr (kDrops) drop(weights, key);
                 multiply_pv(weights, tile_v);
             } else {
                 fetch(key + (STAGES - 1) * BLOCK_N, stage == 0 ? STAGES - 1 : stage - 1);
@@ -127,7 +130,8 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
                                 head_of(row) * shape.lse_head + block.q_begin + query(row)] =
                     log_sum(softmax.max[r], sum);
             }
-            write_row(out_row(row), acc[r / 2], r % 2 * 2, sum == 0.0f ? 0.0f : 1.0f / sum);
+            const float factor = kDrops ? shape.dropout.scale : 1.0f;
+            write_row(out_row(row), acc[r / 2], r % 2 * 2, sum == 0.0f ? 0.0f : factor / sum);
         }
         __syncthreads();
         if (work.has_cleared) add_nonfinite();
@@ -232,9 +236,24 @@ private:
                     float& value = scores[r / 2][j][r % 2 * 2 + e];
                     const int key = first_key + j * 8 + lane % 4 * 2 + e;
                     const bool is_seen = key >= seen.begin && key < seen.end;
-                    if constexpr (kScore == 0) value = is_seen ? value : -infinity();
+                    if constexpr (kPlain) value = is_seen ? value : -infinity();
                     else value = is_seen ? score(value, key) : -infinity();
                 }
+            }
+        }
+    }
+
+    // Puts zeros in the place of weights that dropout takes; heads are not packed then.
+    __device__ void drop(Weights& weights, int first_key) const {
+        const Dropout dropout(params.shape, block.batch, block.head);
+#pragma unroll
+        for (int i = 0; i < ATOMS_M; ++i) {
+#pragma unroll
+            for (int step = 0; step < BLOCK_N / 16; ++step) {
+                const int query = work.first + warp * WARP_M + i * 16;
+                const DropoutNumbers numbers = dropout.of_queries(query, first_key + step * 16, lane);
+#pragma unroll
+                for (int part = 0; part < 4; ++part) weights[i][step][part] &= numbers.mask(part);
             }
         }
     }

@@ -14,6 +14,8 @@ __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 // How a score differs from scale * q.k: bits of a template argument. kScoreMultiply has the scale applied before the
 // row maximum is taken, which a scale that is not positive needs; the other bits imply it.
 constexpr int kScoreSoftcap = 1, kScoreAlibi = 2, kScoreBias = 4, kScoreMultiply = 8;
+// And a bit for what becomes of the weights: dropout.cuh.
+constexpr int kScoreDropout = 16;
 
 struct AttentionStrides {
     int64_t batch, row, head, col;  // varlen: batch is 0
@@ -30,7 +32,14 @@ struct AttentionCall {  // changes from call to call
     const int* block_table;                  // paged K and V: the page of every page_size keys
 };
 
-struct AttentionShape {  // kept by a plan
+struct AttentionDropout {
+    const uint64_t *seed_at, *offset_at;  // null: 0; added to the numbers below
+    uint64_t seed, offset;
+    int keep;     // of 2^16 weights
+    float scale;  // of those that are kept: 2^16 / keep
+};
+
+struct AttentionShape {  // kept by a plan, but for dropout
     AttentionStrides q, k, v, out;  // paged: batch strides of k and v are from page to page
     AttentionStrides bias;          // row: query, col: key
     int64_t lse_batch, lse_head;    // its queries lie side by side
@@ -47,6 +56,7 @@ struct AttentionShape {  // kept by a plan
     int out_pairs;                 // two elements of out can be written at once
     float scale;     // plain scores: softmax_scale * log2(e); with softcap: softmax_scale / softcap
     float softcap;   // softcap * log2(e)
+    AttentionDropout dropout;
 };
 
 struct AttentionParams {

@@ -103,6 +103,36 @@ def _exact(x) -> np.ndarray:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
+def philox(counter: tuple, key: tuple[int, int]) -> tuple:
+    """Philox4x32-10 (Salmon et al., 2011): four arrays of 32-bit numbers from four arrays and a key of two."""
+    c0, c1, c2, c3 = (np.asarray(c, dtype=np.uint64) for c in counter)
+    low, key0, key1 = np.uint64(0xFFFFFFFF), *map(int, key)
+    for _ in range(10):
+        first, second = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (
+            (second >> np.uint64(32)) ^ c1 ^ np.uint64(key0),
+            second & low,
+            (first >> np.uint64(32)) ^ c3 ^ np.uint64(key1),
+            first & low,
+        )
+        key0, key1 = (key0 + 0x9E3779B9) % 2**32, (key1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+def attention_dropout(shape: tuple[int, int, int, int], p: float, seed: int, offset: int = 0) -> np.ndarray:
+    """What the weights (batch, heads, seqlen_q, seqlen_k) are multiplied by: 0, or the inverse of the share kept.
+
+    Each counter makes eight numbers of 16 bits; a weight whose number is under round((1 - p) * 2^16) is kept.
+    """
+    batch, heads, query, key = np.ogrid[tuple(map(slice, shape))]
+    counter = (key // 16 * 4 + key % 8 // 2, query // 16 * 8 + query % 8, batch * heads.size + heads, offset)
+    words = np.stack(np.broadcast_arrays(*philox(counter, (seed % 2**32, seed // 2**32))))
+    word = np.broadcast_to(query % 16 // 8 * 2 + key % 16 // 8, words.shape[1:])
+    numbers = np.take_along_axis(words, word[None], 0)[0] >> (16 * (key % 2)).astype(np.uint64) & np.uint64(0xFFFF)
+    keep = max(1, round((1 - p) * 2**16))
+    return np.where(numbers < keep, 2**16 / keep, 0.0)
+
+
 class AttentionRows:
     """The rows of an attention problem one at a time: what a query sees, its scores and their derivatives.
 
@@ -110,7 +140,19 @@ class AttentionRows:
     """
 
     def __init__(
-        self, q, k, *, causal=False, softmax_scale=None, window=(None, None), softcap=0.0, alibi_slopes=None, bias=None
+        self,
+        q,
+        k,
+        *,
+        causal=False,
+        softmax_scale=None,
+        window=(None, None),
+        softcap=0.0,
+        alibi_slopes=None,
+        bias=None,
+        dropout_p=0.0,
+        dropout_seed=0,
+        dropout_offset=0,
     ) -> None:
         self.q, self.k, self.softcap, self.slopes, self.bias = _exact(q), _exact(k), softcap, alibi_slopes, bias
         self.scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -118,6 +160,10 @@ class AttentionRows:
         self.shift = k.shape[1] - q.shape[1]
         left, right = window
         self.left, self.right = left, 0 if causal else right
+        shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        self.factors = np.ones(shape)
+        if dropout_p:
+            self.factors = attention_dropout(shape, dropout_p, dropout_seed, dropout_offset)
 
     def seen(self, i: int) -> range:
         """Keys that query i sees."""
@@ -151,7 +197,7 @@ def attention(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
     q, k, v : array
         (B, Sq, Hq, D), (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv).
     **options
-        causal, softmax_scale, window, softcap, alibi_slopes and bias as for `rawops.flash_attention`.
+        causal, softmax_scale, window, softcap, alibi_slopes, bias and dropout_* as for `rawops.flash_attention`.
     """
     rows, v = AttentionRows(q, k, **options), _exact(v)
     B, Sq, Hq = q.shape[:3]
@@ -162,7 +208,8 @@ def attention(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
             seen = rows.seen(i)
             weights = np.exp(scores - scores.max())
             lse[b, h, i] = scores.max() + np.log(weights.sum())
-            out[b, i, h] = weights / weights.sum() @ v[b, seen.start : seen.stop, h // rows.group]
+            factors = rows.factors[b, h, i, seen.start : seen.stop]
+            out[b, i, h] = (weights / weights.sum() * factors) @ v[b, seen.start : seen.stop, h // rows.group]
     return out, lse
 
 
@@ -177,9 +224,10 @@ def attention_backward(dout, q, k, v, **options) -> tuple[np.ndarray, np.ndarray
         seen, kv = slice(rows.seen(i).start, rows.seen(i).stop), h // rows.group
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
-        by_weight = v[b, seen, kv] @ dout[b, i, h]
+        factors = rows.factors[b, h, i, seen]
+        by_weight = factors * (v[b, seen, kv] @ dout[b, i, h])
         by_product = weights * (by_weight - weights @ by_weight) * slope * rows.scale
-        dv[b, seen, kv] += weights[:, None] * dout[b, i, h]
+        dv[b, seen, kv] += (weights * factors)[:, None] * dout[b, i, h]
         dq[b, i, h] = by_product @ rows.k[b, seen, kv]
         dk[b, seen, kv] += by_product[:, None] * rows.q[b, i, h]
     return dq, dk, dv
