@@ -1,0 +1,146 @@
+// What a block of the Hopper gradients of attention works on, where it keeps it, and how its warpgroups tell each other.
+#pragma once
+#include "hopper_attention_rows.cuh"
+#include "hopper_attention_tile.cuh"
+
+namespace rawops {
+
+template <class T_, int D_, int BLOCK_M_, int STAGES_> struct HopperAttentionBackward {
+    using T = T_;
+    static constexpr int D = D_, BLOCK_M = BLOCK_M_, BLOCK_N = 128, STAGES = STAGES_, CONSUMERS = 2;
+    static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
+    static constexpr int BOX = 64, BOXES = D / BOX, SPAN = 128;
+    using OperandK = WgmmaOperand<true, BOX>;             // k, v, q, dout along the head
+    using OperandRows = WgmmaOperand<false, BLOCK_M>;     // q and dout along the rows
+    using OperandKeys = WgmmaOperand<false, BLOCK_N>;     // k and dS along the keys
+    using Scores = float[BLOCK_M / 2];
+    using Gradient = float[D / 2];
+    using Weights = uint32_t[BLOCK_M / 16][4];
+    // A consumer makes 64 rows by 64 columns of dq.
+    static constexpr int PARTS_M = BLOCK_M / 64, PARTS_D = D / 64;
+    static_assert(PARTS_M * PARTS_D == CONSUMERS, "each consumer makes one part of dq");
+
+    static constexpr int K_BYTES = BLOCK_N * D * 2, Q_BYTES = BLOCK_M * D * 2, DS_BYTES = BLOCK_N * BLOCK_M * 2;
+    static constexpr int PART_BYTES = 64 * 64 * 4, ROWS_BYTES = 2 * BLOCK_M * 4;  // dq of a consumer; lse and delta
+    static constexpr int K_AT = 0, V_AT = K_BYTES, Q_AT = 2 * K_BYTES, DOUT_AT = Q_AT + STAGES * Q_BYTES;
+    static constexpr int DS_AT = DOUT_AT + STAGES * Q_BYTES, PARTS_AT = DS_AT + 2 * DS_BYTES;
+    static constexpr int ROWS_AT = PARTS_AT + CONSUMERS * PART_BYTES, BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
+    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 48;  // barriers of k, v and the slots
+};
+
+struct AttentionBackwardMaps {
+    TensorMap q, k, v, dout;  // axes: 1, sequence, head, row, column
+};
+
+struct AttentionBackwardParams {
+    void *dk, *dv;
+    float* dq;         // for each sequence, head and tile of queries, its parts as `store_part` writes them
+    const float* rows; // for each sequence, head and tile of queries: lse * log2(e) of its rows, then delta
+    AttentionStrides dk_strides, dv_strides;
+    int q_tiles;       // of a head and sequence
+    float softmax_scale;
+};
+
+// The place of the first tile of queries of a sequence and head in `rows` and `dq`.
+__device__ inline int first_query_tile(const AttentionParams& params, const AttentionBackwardParams& backward,
+                                       const AttentionBlock& work, int head) {
+    return (work.batch * params.shape.heads + head) * backward.q_tiles;
+}
+
+// Queries that see key `j`.
+__device__ inline KeyRange seen_from(const AttentionBlock& block, const AttentionShape& shape, int j) {
+    const int same = j - (block.k_len - block.q_len);
+    KeyRange all = {max_of(same - shape.window_right, 0), min_of(same + shape.window_left + 1, block.q_len)};
+    if (j >= block.k_len) all.end = 0;
+    return all;
+}
+
+// The tiles of queries that a tile of keys is seen from, [first, end).
+template <class Tile> struct QueryTiles {
+    int first, end;
+
+    __device__ QueryTiles(const AttentionShape& shape, const AttentionBlock& block) {
+        const int key = block.tile * Tile::BLOCK_N, last = min_of(key + Tile::BLOCK_N, block.k_len) - 1;
+        first = seen_from(block, shape, key).begin / Tile::BLOCK_M;
+        end = last < key ? 0 : ceil_div(max_of(seen_from(block, shape, last).end, 0), Tile::BLOCK_M);
+    }
+};
+
+template <class Tile> struct BackwardExchange {
+    uint32_t shared;
+    RingBarriers<Tile::STAGES> q_barriers, dout_barriers;
+    RingBarriers<1> keys_barriers;
+    WorkSlots work;
+
+    __device__ explicit BackwardExchange(char* memory)
+        : shared(shared_address(memory)),
+          q_barriers{shared + Tile::BARRIERS_AT},
+          dout_barriers{q_barriers.base + q_barriers.BYTES},
+          keys_barriers{dout_barriers.base + dout_barriers.BYTES},
+          work{reinterpret_cast<AttentionBlock*>(memory + Tile::WORK_AT), {keys_barriers.base + keys_barriers.BYTES}} {}
+
+    // By one thread; a __syncthreads() must follow.
+    __device__ void init() const {
+        q_barriers.init(Tile::CONSUMERS);
+        dout_barriers.init(Tile::CONSUMERS);
+        keys_barriers.init(Tile::CONSUMERS);
+        work.init(Tile::CONSUMERS);
+    }
+};
+
+// The producer: one thread that keeps the rings full.
+template <class Tile, class Schedule>
+__device__ inline void load_backward(const AttentionBackwardMaps& maps, const AttentionParams& params,
+                                     const AttentionBackwardParams& backward, const Schedule& schedule,
+                                     const BackwardExchange<Tile>& exchange) {
+    RingPosition<Tile::STAGES> slot;
+    RingPosition<1> slot_keys;
+    RingPosition<2> slot_work;
+    const bool is_packed = params.call.cu_seqlens_q != nullptr;
+    const uint32_t full = exchange.keys_barriers.full(0);
+#pragma unroll 1
+    for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
+        const AttentionBlock work = schedule.at(index);
+        exchange.work.next(slot_work) = work;
+        exchange.work.put(slot_work);
+        const QueryTiles<Tile> tiles(params.shape, work);
+        if (tiles.first >= tiles.end) continue;
+        const int batch = is_packed ? 0 : work.batch;
+        const int key = work.k_begin + work.tile * Tile::BLOCK_N;
+        barrier_wait(exchange.keys_barriers.empty(0), slot_keys.phase ^ 1);
+        barrier_arrive_expect(full, 2 * Tile::K_BYTES);
+        load_rows<Tile::BLOCK_N, Tile::BOX, Tile::BOXES>(exchange.shared + Tile::K_AT, maps.k,
+                                                         {0, key, work.kv_head, batch, 0}, full);
+        load_rows<Tile::BLOCK_N, Tile::BOX, Tile::BOXES>(exchange.shared + Tile::V_AT, maps.v,
+                                                         {0, key, work.kv_head, batch, 0}, full);
+        slot_keys.advance();
+#pragma unroll 1
+        for (int head = work.head; head < work.head + params.shape.group; ++head) {
+            const float* rows =
+                backward.rows + int64_t(first_query_tile(params, backward, work, head)) * (2 * Tile::BLOCK_M);
+#pragma unroll 1
+            for (int tile = tiles.first; tile < tiles.end; ++tile) {
+                const int row = work.q_begin + tile * Tile::BLOCK_M;
+                const uint32_t q_full = exchange.q_barriers.full(slot.stage);
+                barrier_wait(exchange.q_barriers.empty(slot.stage), slot.phase ^ 1);
+                barrier_arrive_expect(q_full, Tile::Q_BYTES + Tile::ROWS_BYTES);
+                load_rows<Tile::BLOCK_M, Tile::BOX, Tile::BOXES>(
+                    exchange.shared + Tile::Q_AT + slot.stage * Tile::Q_BYTES, maps.q, {0, row, head, batch, 0},
+                    q_full);
+                bulk_load(exchange.shared + Tile::ROWS_AT + slot.stage * Tile::ROWS_BYTES,
+                          rows + tile * (2 * Tile::BLOCK_M), Tile::ROWS_BYTES, q_full);
+                const uint32_t dout_full = exchange.dout_barriers.full(slot.stage);
+                barrier_wait(exchange.dout_barriers.empty(slot.stage), slot.phase ^ 1);
+                barrier_arrive_expect(dout_full, Tile::Q_BYTES);
+                load_rows<Tile::BLOCK_M, Tile::BOX, Tile::BOXES>(
+                    exchange.shared + Tile::DOUT_AT + slot.stage * Tile::Q_BYTES, maps.dout, {0, row, head, batch, 0},
+                    dout_full);
+                slot.advance();
+            }
+        }
+    }
+    exchange.work.next(slot_work).tile = -1;  // the end
+    exchange.work.put(slot_work);
+}
+
+}  // namespace rawops
