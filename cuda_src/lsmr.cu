@@ -36,15 +36,15 @@ template <int COLS> struct Place {
           stride(int64_t(blocks) * ROWS) {}
 };
 
-// The norm whose squares lie in partials (count, columns).
+// The sum of partials (count, columns) over its rows.
 template <int COLS>
-__device__ inline double finish_norm(const double* __restrict__ partials, int count, int column, int columns) {
+__device__ inline double finish_sum(const double* __restrict__ partials, int count, int column, int columns) {
     double sum = 0;
     if (column < columns) {
 #pragma unroll 4
         for (int i = threadIdx.x / COLS; i < count; i += kLsmrThreads / COLS) sum += partials[int64_t(i) * columns + column];
     }
-    return sqrt(column_sum<COLS>(sum));
+    return column_sum<COLS>(sum);
 }
 
 template <class R, int PARTS> __device__ inline double square(const Vector<R, PARTS>& x) {
@@ -131,32 +131,36 @@ __global__ void __launch_bounds__(kLsmrThreads)
 __global__ void __launch_bounds__(kLsmrThreads)
     lsmr_begin(LsmrState* __restrict__ states, double damp, double atol, double btol, double ctol, double maxiter,
                const double* __restrict__ b_partials, int b_count, const double* __restrict__ u_partials, int u_count) {
-    const double normb = finish_norm<1>(b_partials, b_count, blockIdx.x, gridDim.x);
-    const double beta = finish_norm<1>(u_partials, u_count, blockIdx.x, gridDim.x);
-    if (threadIdx.x == 0) begin(states[blockIdx.x], {damp, atol, btol, ctol, maxiter}, normb, beta);
+    const double squares_b = finish_sum<1>(b_partials, b_count, blockIdx.x, gridDim.x);
+    const double squares_u = finish_sum<1>(u_partials, u_count, blockIdx.x, gridDim.x);
+    if (threadIdx.x == 0) {
+        begin(states[blockIdx.x], {damp, atol, btol, ctol, maxiter}, sqrt(squares_b), norm_of(squares_u));
+    }
 }
 
 // One block a right-hand side: tests the last x, then takes the norm of u in; u_count = 0 is the test alone. Doing it
-// twice is doing it once. The two are done side by side by threads of two warps.
+// twice is doing it once. The two are done side by side by two warps.
 __global__ void __launch_bounds__(kLsmrThreads)
     lsmr_scalars(LsmrState* __restrict__ states, const double* __restrict__ x_partials, int x_count,
                  const double* __restrict__ u_partials, int u_count, double* __restrict__ history, int history_rows) {
     const int column = blockIdx.x, columns = gridDim.x;
-    const bool tests = threadIdx.x == kWarpSize, takes_u = threadIdx.x == 0;
+    const bool judges = threadIdx.x / kWarpSize == 1, tests = threadIdx.x == kWarpSize, takes_u = threadIdx.x == 0;
     __shared__ bool has_stopped;
     LsmrState& state = states[column];
     LsmrScalars s;
-    if (tests || takes_u) s = state.next;  // arrives while the sums are made
-    const double normx = finish_norm<1>(x_partials, x_count, column, columns);
-    const double norm_u = finish_norm<1>(u_partials, u_count, column, columns);
-    if (tests) {
+    if (judges || takes_u) s = state.next;  // arrives while the sums are made
+    const double normx = sqrt(finish_sum<1>(x_partials, x_count, column, columns));
+    const double squares_u = finish_sum<1>(u_partials, u_count, column, columns);
+    if (judges) {
         const bool is_new = s.untested != 0;
-        if (is_new) judge(s, state.settings, normx), record(s, history, history_rows, column, columns);
+        if (is_new) close(s, normx, judge(s, state.settings, normx));
         if (s.istop > 0) freeze(s);
-        has_stopped = s.phase == kStopped;
-        if (is_new) state.next = s;
+        if (tests) {
+            if (is_new) record(s, history, history_rows, column, columns), state.next = s;
+            has_stopped = s.phase == kStopped;
+        }
     }
-    if (takes_u && u_count > 0 && s.phase == kRun) aim_v(s, norm_u);
+    if (takes_u && u_count > 0 && s.phase == kRun) aim_v(s, norm_of(squares_u));
     __syncthreads();
     if (takes_u && !has_stopped) {
         if (s.untested != 0) s.normx = normx, s.untested = 0;
@@ -182,12 +186,13 @@ __global__ void __launch_bounds__(kLsmrThreads)
     const bool exists = place.column < columns, has_scalars = threadIdx.x < COLS && exists;
     LsmrScalars s;
     if (has_scalars) s = states[place.column].now;  // arrives while the sum is made
-    const double norm_v = finish_norm<COLS>(v_partials, v_count, place.column, columns);
+    const Norm norm_v = norm_of(finish_sum<COLS>(v_partials, v_count, place.column, columns));
     if (has_scalars) {
         LsmrState& state = states[place.column];
         phases[threadIdx.x] = int(s.phase);
         if (s.phase == kRun) {
-            const LsmrTurn next = turn(s, state.settings.damp, norm_v);
+            LsmrTurn next = first_turn(s, state.settings.damp);
+            turn(s, next, norm_v);
             moves[threadIdx.x] = next.move;
             if (estimates) estimate(s, next);
         }

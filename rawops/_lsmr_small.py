@@ -24,8 +24,8 @@ SMALL = KernelSpec(
 class Small:
     """The iterations of one engine in one launch."""
 
-    def __init__(self, engine, formats: tuple, shared_bytes: int) -> None:
-        self._engine, self._formats, self._shared_bytes = engine, formats, shared_bytes
+    def __init__(self, engine, formats: tuple, shared_bytes: int, holds: bool) -> None:
+        self._engine, self._formats, self._shared_bytes, self._holds = engine, formats, shared_bytes, holds
         real, parts = real_and_parts(engine.vectors.dtype)
         self._kernel = SMALL.kernel(engine.device, R=real, PARTS=parts)
 
@@ -43,7 +43,9 @@ class Small:
         room = engine.device.max_shared_bytes - 2048
         if product.nbytes > _MOST_BYTES or shared_bytes > room:
             return None
-        return cls(engine, tuple(found), shared_bytes)
+        matrix_bytes = sum(x.nbytes for rows in found for x in (rows.data, rows.indices, rows.indptr))
+        holds = shared_bytes + matrix_bytes <= room
+        return cls(engine, tuple(found), shared_bytes + matrix_bytes * holds, holds)
 
     def launch(self, iterations: int) -> None:
         """Launch some iterations."""
@@ -51,7 +53,8 @@ class Small:
         values = [pointer(engine.states)]
         for rows in self._formats:
             values += [*map(pointer, (rows.data, rows.indices, rows.indptr)), _lanes(rows)]
-        values += [*engine.shape, *map(pointer, (engine.u, engine.v, engine.x, engine.h, engine.hbar))]
+        values += [self._formats[0].nnz, int(self._holds), *engine.shape]
+        values += map(pointer, (engine.u, engine.v, engine.x, engine.h, engine.hbar))
         values += [iterations, pointer(engine.history), engine.chunk]
         self._kernel.launch((1, 1, 1), (_THREADS, 1, 1), tuple(values), self._shared_bytes)
 

@@ -139,7 +139,7 @@ class LSMR:
         self._packed = self._pack() if pack else None
         self.shape = self._product.shape
         numbers = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
-        damp, atol, btol, conlim = (checks.number(self._function, name, value) for name, value in numbers.items())
+        damp, atol, btol, conlim = (_number(self._function, name, value) for name, value in numbers.items())
         if maxiter is None:
             maxiter = min(self._total_rows(), self.shape[1])
         maxiter = checks.int_range(self._function, "maxiter", maxiter, -(2**53), 2**53)
@@ -199,6 +199,8 @@ class LSMR:
         return self._solve(b, x0, callback, history, show, keep=True)
 
     def _solve(self, b, x0, callback, history: bool, show: bool, keep: bool) -> LSMRResult:
+        if callback is not None and not callable(callback):
+            fail(TypeError, self._function, "callback", "be a function of an iteration", repr(callback))
         problem = self._problem(b, x0)
         product = self._product
         if self._packed is not None and problem.dtype.kind == "f":
@@ -241,7 +243,7 @@ class LSMR:
             fail(ValueError, self._function, "reorthogonalize", "be None for solve_many", self._capacity, hint)
         problem = self._problem(B, X0, names=("B", "X0"))
         if problem.b.shape[1] == 0:
-            fail(ValueError, self._function, "B", "have columns", f"shape {tuple(problem.b.shape)}")
+            return self._of_no_columns(problem, history)
         engine = self._engine(problem, problem.b.shape[1], self._product)
         b, x0 = problem.b, problem.x0
         if engine.columns == 1:
@@ -254,6 +256,12 @@ class LSMR:
         status = [Status(int(r["istop"]), r, squares[:, i], self._settings) for i, r in enumerate(reports)]
         istop, itn, *norms = (np.array([r[name] for r in reports]) for name in ("istop", "itn", *HISTORY))
         return LSMRResult(problem.give(x), istop.astype(int), itn.astype(int), *norms, history=kept, status=status)
+
+    def _of_no_columns(self, problem: _Problem, history: bool) -> LSMRResult:
+        x = problem.give(problem.device.empty((self.shape[1], 0), problem.dtype))
+        codes, norms = np.zeros(0, dtype=int), np.zeros(0)
+        kept = {name: np.zeros((0, 0)) for name in HISTORY} if history else None
+        return LSMRResult(x, codes, codes.copy(), *(norms.copy() for _ in HISTORY), history=kept, status=[])
 
     def _order(self):
         packed = self._packed
@@ -283,6 +291,13 @@ class LSMR:
         dtype = np.result_type(*(inexact or ["float64"]), self._vectors or "float32")
         b, x0 = (x if x is None else x.astype(dtype, copy=False) for x in (b, x0))
         return _Problem(device, dtype, b, x0, give)
+
+
+def _number(function: str, name: str, value) -> float:
+    number = checks.number(function, name, value)
+    if number != number:
+        fail(ValueError, function, name, "be a number", number)
+    return number
 
 
 def _vector(function: str, name: str, x, size: int):

@@ -542,12 +542,19 @@ def test_solve_many_complex_and_one_column(device, rng):
         assert ours.x.shape == (5, columns.shape[1])
 
 
+def test_solve_many_of_no_columns(device):
+    solver = rawops.LSMR(device.put(np.ones((4, 3), np.float32)))
+    ours = solver.solve_many(device.put(np.ones((4, 0), np.float32)), history=True)
+    assert (ours.x.shape, str(ours.x.dtype)) == ((3, 0), "float32")
+    assert [value.shape for value in ours[1:]] == [(0,)] * 7
+    assert (ours.status, ours.history["normr"].shape) == ([], (0, 0))
+
+
 def test_solve_many_mistakes(device):
     solver = rawops.LSMR(device.put(np.ones((4, 3))))
     for options, message in (
         ({"B": np.ones(4)}, r"B must have shape \(4, any\), got shape \(4,\)"),
         ({"B": np.ones((3, 2))}, r"B must have shape \(4, 2\), got shape \(3, 2\)"),
-        ({"B": np.ones((4, 0))}, r"B must have columns, got shape \(4, 0\)"),
         ({"B": np.ones((4, 2)), "X0": np.ones((3, 3))}, r"X0 must have shape \(3, 2\), got shape \(3, 3\)"),
     ):
         with pytest.raises(ValueError, match=f"^LSMR: {message}"):
@@ -764,6 +771,8 @@ def test_status_tells_false_convergence(istop, residual, gradient, is_false):
     [
         (TypeError, "damp must be a real number, got None", {"damp": None}),
         (TypeError, "atol must be a real number, got 'x'", {"atol": "x"}),
+        (ValueError, "btol must be a number, got nan", {"btol": np.nan}),
+        (TypeError, "callback must be a function of an iteration, got 3", {"callback": 3}),
         (TypeError, "maxiter must be an integer, got 2.5", {"maxiter": 2.5}),
         (ValueError, "vectors must be None or 'float64', got 'float16'", {"vectors": "float16"}),
         (ValueError, r"b must have shape \(4,\) or \(4, 1\), got shape \(4, 2\)", {"b": np.ones((4, 2))}),

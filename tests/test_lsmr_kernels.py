@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from scipy import sparse
+from scipy.sparse.linalg import lsmr as scipy_lsmr
 
 import rawops
 from rawops import _lsmr_small
@@ -141,6 +142,15 @@ def test_whole_solve_passes_the_checks(device, rng, monkeypatch, dtype, kind):
     stacked, zeros = np.vstack([a, 0.5 * np.eye(6)]), np.zeros(6)
     expected = np.linalg.lstsq(stacked.astype("complex128"), np.concatenate([b, zeros]))[0]
     np.testing.assert_allclose(device.get(ours.x), expected, atol=1e-4)
+
+
+def test_one_block_whose_matrix_does_not_fit_into_shared_memory(device, rng):
+    a, b = integers(rng, (150, 50), "complex128"), integers(rng, 150, "complex128")
+    solver = rawops.LSMR(rawops.SparseMatrix.from_scipy(sparse.csr_array(a)), maxiter=3)
+    ours = solver.solve(device.put(b))
+    (engine,) = solver._engines.values()
+    assert not engine._small._holds
+    np.testing.assert_allclose(device.get(ours.x), scipy_lsmr(a, b, maxiter=3)[0], rtol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])

@@ -43,7 +43,11 @@ struct LsmrMove {
 };
 
 struct Rotation {
-    double c, s, r;
+    double c, s, r, over;  // over is 1 / r
+};
+
+struct Norm {
+    double value, over;  // over is what normalises a vector of this norm
 };
 
 __device__ inline double sign_of(double x) { return x > 0 ? 1 : x < 0 ? -1 : x; }
@@ -56,18 +60,20 @@ __device__ inline double power_of_two(double norm) {
 
 // The plane rotation that makes (r, 0) of (a, b), r >= 0. One root and no division, since a single thread waits for it.
 __device__ inline Rotation rotate(double a, double b) {
-    if (b == 0) return {sign_of(a), 0, fabs(a)};
-    if (a == 0) return {0, sign_of(b), fabs(b)};
+    if (b == 0) return {sign_of(a), 0, fabs(a), 1 / fabs(a)};
+    if (a == 0) return {0, sign_of(b), fabs(b), 1 / fabs(b)};
     const double scale = power_of_two(fmax(fabs(a), fabs(b)));
     a *= scale, b *= scale;
     const double square = a * a + b * b, inverse = rsqrt(square);
-    return {a * inverse, b * inverse, square * inverse * power_of_two(scale)};
+    return {a * inverse, b * inverse, square * inverse * power_of_two(scale), inverse * scale};
 }
 
-// What normalises a vector of this norm. One of norm 0 stays what it is; what overflowed is NaN from here on.
-__device__ inline double inverse(double norm) {
-    if (norm == 0) return 1;
-    return norm < 1.0 / 0.0 ? 1 / norm : 0.0 / 0.0;
+// The norm of a vector from the sum of its squares. One of norm 0 stays what it is; what overflowed is NaN from here on.
+__device__ inline Norm norm_of(double squares) {
+    if (squares == 0) return {0, 1};
+    if (!(squares < 1.0 / 0.0)) return {squares, 0.0 / 0.0};
+    const double over = rsqrt(squares);
+    return {squares * over, over};
 }
 
 // Products with these scalars change nothing and read no matrix.
@@ -77,12 +83,12 @@ __device__ inline void freeze(LsmrScalars& s) {
 }
 
 // After u = b - A x0 and before v = A^H u. The first product with the forward scalars only scales u.
-__device__ inline void begin(LsmrState& state, const LsmrSettings& settings, double normb, double beta) {
+__device__ inline void begin(LsmrState& state, const LsmrSettings& settings, double normb, const Norm& beta) {
     LsmrScalars s = {};
-    s.phase = kStart, s.normb = normb, s.beta = beta;
-    s.tau = s.forward_beta = power_of_two(beta);
-    s.over_u = inverse(s.tau * beta);
-    s.adjoint_alpha = beta > 0 ? s.over_u : 0;
+    s.phase = kStart, s.normb = normb, s.beta = beta.value;
+    s.tau = s.forward_beta = power_of_two(s.beta);
+    s.over_u = beta.over * power_of_two(s.tau);
+    s.adjoint_alpha = s.beta > 0 ? s.over_u : 0;
     state.settings = settings, state.now = state.next = s;
 }
 
@@ -93,9 +99,9 @@ __device__ inline void aim_u(LsmrScalars& s) {
 }
 
 // The scalars of v = A^H u - beta v, from the norm of the array of u. Where u vanished, v and its norm stay.
-__device__ inline void aim_v(LsmrScalars& s, double norm_u) {
-    s.beta = norm_u * power_of_two(s.tau);
-    s.over_u = inverse(norm_u);
+__device__ inline void aim_v(LsmrScalars& s, const Norm& norm_u) {
+    s.beta = norm_u.value * power_of_two(s.tau);
+    s.over_u = norm_u.over;
     s.adjoint_alpha = 0, s.adjoint_beta = 1;
     if (!(s.beta > 0)) return;
     s.sigma = power_of_two(s.alpha);
@@ -103,14 +109,14 @@ __device__ inline void aim_v(LsmrScalars& s, double norm_u) {
 }
 
 // After the first v: the state before iteration 1, or the end where there is nothing to do.
-__device__ inline LsmrMove prepare(LsmrScalars& s, const LsmrSettings& settings, double norm_v) {
-    s.alpha = s.beta > 0 ? norm_v : 0;
+__device__ inline LsmrMove prepare(LsmrScalars& s, const LsmrSettings& settings, const Norm& norm_v) {
+    s.alpha = s.beta > 0 ? norm_v.value : 0;
     s.zetabar = s.normar = s.alpha * s.beta;
     s.alphabar = s.alpha;
     s.rho = s.rhobar = s.cbar = s.rhodold = s.conda = 1;
     s.betadd = s.normr = s.beta;
     s.norma2 = s.alpha * s.alpha, s.norma = s.alpha, s.minrbar = 1e100;
-    s.sigma = power_of_two(s.alpha), s.over_v = inverse(s.sigma * s.alpha);
+    s.sigma = power_of_two(s.alpha), s.over_v = s.beta > 0 ? norm_v.over * power_of_two(s.sigma) : 1;
     aim_u(s);
     s.phase = kRun;
     s.clears_x = s.normar != 0 && s.normb == 0;
@@ -125,21 +131,26 @@ struct LsmrTurn {
     double thetabar, rhobarold, zetaold;
 };
 
-// After the new v, from the norm of its array: the rotations that x needs, and the scalars of the next u.
-__device__ inline LsmrTurn turn(LsmrScalars& s, double damp, double norm_v) {
-    if (s.beta > 0) s.alpha = norm_v * power_of_two(s.sigma), s.over_v = inverse(norm_v);
-    const Rotation hat = rotate(s.alphabar, damp), q = rotate(hat.r, s.beta);
-    const double rhoold = s.rho, rhobarold = s.rhobar, zetaold = s.zeta, thetanew = q.s * s.alpha;
-    s.rho = q.r, s.alphabar = q.c * s.alpha;
-    const double thetabar = s.sbar * s.rho;
-    s.rhotemp = s.cbar * s.rho;
+// What of a turn needs no norm of v.
+__device__ inline LsmrTurn first_turn(const LsmrScalars& s, double damp) {
+    LsmrTurn t;
+    t.hat = rotate(s.alphabar, damp), t.q = rotate(t.hat.r, s.beta);
+    t.thetabar = s.sbar * t.q.r, t.rhobarold = s.rhobar, t.zetaold = s.zeta;
+    t.move.hbar = -(t.thetabar * t.q.r / (s.rho * s.rhobar));
+    return t;
+}
+
+// The rest, after the new v, from the norm of its array: the last rotation that x needs, and the scalars of the next u. A
+// single thread is waited for: no division here.
+__device__ inline void turn(LsmrScalars& s, LsmrTurn& t, const Norm& norm_v) {
+    if (s.beta > 0) s.alpha = norm_v.value * power_of_two(s.sigma), s.over_v = norm_v.over;
+    const double thetanew = t.q.s * s.alpha;
+    s.rho = t.q.r, s.alphabar = t.q.c * s.alpha, s.rhotemp = s.cbar * s.rho;
     const Rotation bar = rotate(s.rhotemp, thetanew);
     s.cbar = bar.c, s.sbar = bar.s, s.rhobar = bar.r;
     s.zeta = s.cbar * s.zetabar, s.zetabar = -s.sbar * s.zetabar;
-    const LsmrMove move = {-(thetabar * s.rho / (rhoold * rhobarold)), s.zeta / (s.rho * s.rhobar), -(thetanew / s.rho),
-                           s.over_v};
+    t.move.x = s.zeta * t.q.over * bar.over, t.move.h = -thetanew * t.q.over, t.move.v = s.over_v;
     aim_u(s);
-    return {move, hat, q, thetabar, rhobarold, zetaold};
 }
 
 // After `turn`: the norms of r, A^H r and A, and the condition of A.
@@ -148,7 +159,7 @@ __device__ inline void estimate(LsmrScalars& s, const LsmrTurn& t) {
     s.betadd = -t.q.s * betaacute;
     const Rotation tilde = rotate(s.rhodold, t.thetabar);
     s.betad = -tilde.s * s.betad + tilde.c * betahat;
-    s.tautildeold = (t.zetaold - s.thetatilde * s.tautildeold) / tilde.r;
+    s.tautildeold = (t.zetaold - s.thetatilde * s.tautildeold) * tilde.over;
     s.thetatilde = tilde.s * s.rhobar, s.rhodold = tilde.c * s.rhobar;
     const double taud = (s.zeta - s.thetatilde * s.tautildeold) / s.rhodold, gap = s.betad - taud;
     s.d += betacheck * betacheck;
@@ -165,20 +176,31 @@ __device__ inline void estimate(LsmrScalars& s, const LsmrTurn& t) {
     s.untested = 1;
 }
 
-// After the new x: the stopping tests. A comparison with NaN is false, so NaN only ever stops at maxiter.
-__device__ inline void judge(LsmrScalars& s, const LsmrSettings& settings, double normx) {
-    s.normx = normx;
-    const double scale = s.norma * normx / s.normb, product = s.norma * s.normr;
-    const double test1 = s.normr / s.normb, test2 = product != 0 ? s.normar / product : 1.0 / 0.0, test3 = 1 / s.conda;
+// After the new x: the stopping tests, by a whole warp, which divides once for all of them. Returns the stop code in all
+// lanes. A comparison with NaN is false, so NaN only ever stops at maxiter.
+__device__ inline double judge(const LsmrScalars& s, const LsmrSettings& settings, double normx) {
+    const int lane = threadIdx.x % kWarpSize;
+    const double product = s.norma * s.normr;
+    const double over = lane == 0 ? s.norma * normx : lane == 1 ? s.normr : lane == 2 ? s.normar : 1;
+    const double quotient = over / (lane < 2 ? s.normb : lane == 2 ? product : s.conda);
+    const double scale = __shfl_sync(~0u, quotient, 0), test1 = __shfl_sync(~0u, quotient, 1);
+    const double least = __shfl_sync(~0u, quotient, 2), test3 = __shfl_sync(~0u, quotient, 3);
+    const double test2 = product != 0 ? least : 1.0 / 0.0;
     const double t1 = test1 / (1 + scale), rtol = settings.btol + settings.atol * scale;
-    if (s.itn >= settings.maxiter) s.istop = kMaxiter;
-    if (1 + test3 <= 1) s.istop = kCondMachine;
-    if (1 + test2 <= 1) s.istop = kLeastMachine;
-    if (1 + t1 <= 1) s.istop = kSolveMachine;
-    if (test3 <= settings.ctol) s.istop = kCond;
-    if (test2 <= settings.atol) s.istop = kLeast;
-    if (test1 <= rtol) s.istop = kSolve;
-    s.untested = 0;
+    double istop = s.istop;
+    if (s.itn >= settings.maxiter) istop = kMaxiter;
+    if (1 + test3 <= 1) istop = kCondMachine;
+    if (1 + test2 <= 1) istop = kLeastMachine;
+    if (1 + t1 <= 1) istop = kSolveMachine;
+    if (test3 <= settings.ctol) istop = kCond;
+    if (test2 <= settings.atol) istop = kLeast;
+    if (test1 <= rtol) istop = kSolve;
+    return istop;
+}
+
+// Takes the verdict in.
+__device__ inline void close(LsmrScalars& s, double normx, double istop) {
+    s.normx = normx, s.istop = istop, s.untested = 0;
 }
 
 // A row of the history, which is a ring of rows (columns, 5).
