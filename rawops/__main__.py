@@ -15,6 +15,7 @@ import runpy
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import rawops
@@ -150,17 +151,26 @@ def _gpu() -> dict[str, str]:
 # --- kernels, compile -----------------------------------------------------------------------------------------------
 
 
-def _archs(options, default: tuple[str, ...]) -> tuple[str, ...]:
-    chosen = options.arch or default
+def _archs(options) -> tuple[str, ...]:
+    chosen = options.arch or ("all",)
     return compiler.ARCHS if "all" in chosen else tuple(chosen)
 
 
+def _resources(options) -> Iterator[tuple]:
+    """Yield each kernel instance with an architecture and what it takes there; what the cache lacks is compiled."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("Compiling what the cache lacks"):
+        found = rawops.kernels(_archs(options), options.all)
+    for info in found:
+        for arch, resources in info.resources.items():
+            yield info, arch, resources
+
+
 def _kernels(options) -> int:
-    archs = _archs(options, ("all",))
     lines = [
         {"kernel": info.expression, "source": info.source, "arch": arch, **dataclasses.asdict(resources)}
-        for info in rawops.kernels(archs, options.all)
-        for arch, resources in info.resources.items()
+        for info, arch, resources in _resources(options)
     ]
     columns = ["kernel", "arch", "registers", "shared_bytes", "local_bytes", "spill_bytes"]
     rows = [[line[c] for c in columns] for line in lines]
@@ -169,16 +179,13 @@ def _kernels(options) -> int:
 
 
 def _compile(options) -> int:
-    archs = _archs(options, ("all",))
     start = time.perf_counter()
-    lines = []
-    for info in rawops.kernels(archs, options.all):
-        for arch, r in info.resources.items():
-            if r.spill_bytes > info.spills.get(arch, 0) or r.warnings:
-                lines.append(
-                    {"kernel": info.expression, "arch": arch, "spill_bytes": r.spill_bytes, "advisories": r.warnings}
-                )
-    seconds = time.perf_counter() - start
+    lines = [
+        {"kernel": info.expression, "arch": arch, "spill_bytes": r.spill_bytes, "advisories": r.warnings}
+        for info, arch, r in _resources(options)
+        if r.spill_bytes > info.spills.get(arch, 0) or r.warnings
+    ]
+    archs, seconds = _archs(options), time.perf_counter() - start
     if options.json:
         print(json.dumps({"archs": archs, "seconds": seconds, "faults": lines}))
     else:
