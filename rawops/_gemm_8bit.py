@@ -17,7 +17,7 @@ import numpy as np
 
 from rawops import _gemm_config, _gemm_repack, _gemm_sm90
 from rawops._gemm_8bit_config import BYTES, SCALES, SM80, SM90, SM90_CLUSTER, BytesProblem
-from rawops._gemm_call import ONE, Launch, Product, Slices
+from rawops._gemm_call import Launch, Product, Slices
 from rawops._gemm_config import ACTIVATIONS, BLOCK_SCALED, CALL, COLUMN_SCALED, FLOAT8, IN_PLACE, PROMOTED, Problem
 from rawops._gemm_maps import k_major
 from rawops._gemm_operands import (
@@ -41,6 +41,7 @@ SCALES_OF = ("scale_a", "scale_b", "scale_d")
 _BLOCK = 128  # that a scale is for, along K and of columns of b
 _RESULTS = ("bfloat16", "float16", "float32")
 _MAX_GRID_Z = 65535
+_MAX_FACTOR = 2**24  # of a product of integers: what float32 counts to
 
 # --- what goes together ---------------------------------------------------------------------------------------------
 
@@ -60,21 +61,31 @@ class _Types(Types):
             return (*_RESULTS, *FLOAT8)
         return (*_RESULTS, "int32") if self.has_scales else ("int32", *_RESULTS)
 
-    def of_addends(self, dtype: str) -> tuple[str, ...]:
-        return _RESULTS
+    def of_addends(self, dtype: str, out_dtype: str | None = None) -> tuple[str, ...]:
+        if out_dtype == "int32":
+            return ("int32",)
+        return (*_RESULTS, "int32") if out_dtype is None and dtype == "int8" else _RESULTS
 
 
 def _check_integer_result(request: Request) -> None:
     """Check that a product has nothing that its int32 sums cannot take part in."""
-    given = [role for role in ("c", "bias", "residual", *SCALES_OF) if request.arrays[role] is not None]
+    given = [role for role in SCALES_OF if request.arrays[role] is not None]
     if request.options.activation is not None:
         given.append("activation")
     if given:
         _fail_integer_result(request.function, f"{given[0]} is given")
 
 
+def _check_whole(function: str, **factors: tuple) -> None:
+    """Check that what a product of integers is multiplied with are integers that float32 holds."""
+    for name, (address, value, _) in factors.items():
+        if address or not float(value).is_integer() or abs(value) > _MAX_FACTOR:
+            rule = "an array" if address else f"{value}, which is no whole number up to 2^24"
+            _fail_integer_result(function, f"{name} (with the scales) is {rule}")
+
+
 def _fail_integer_result(function: str, why: str) -> None:
-    hint = "int32 holds the bare product."
+    hint = "int32 results come from integers alone."
     checks.fail(ValueError, function, "out_dtype", f"be {', '.join(_RESULTS)} where {why}", "int32", hint)
 
 
@@ -214,8 +225,8 @@ class ScaledProduct(Product):
             checks.fail(ValueError, function, "split_k", "be None for 8-bit operands", options.split_k, hint)
 
     def _run(self, launch: Launch, operands: tuple, addresses: list, alpha: tuple, beta: tuple):
-        if launch.out_dtype == np.int32 and alpha != ONE:
-            _fail_integer_result(self.function, "alpha or a scale is not 1")
+        if launch.out_dtype == np.int32:
+            _check_whole(self.function, alpha=alpha, beta=beta)
         return super()._run(launch, operands, addresses, alpha, beta)
 
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:

@@ -68,8 +68,8 @@ class Types:
         """Return what the result can have for a of this dtype, the default first."""
         return tuple(dict.fromkeys((dtype, "float32")))
 
-    def of_addends(self, dtype: str) -> tuple[str, ...]:
-        """Return what c, bias and residual can have."""
+    def of_addends(self, dtype: str, out_dtype: str | None = None) -> tuple[str, ...]:
+        """Return what c, bias and residual can have, where the result is known beside it."""
         return (dtype,) if dtype in ("float32", "float64") else (dtype, "float32")
 
 
@@ -194,7 +194,7 @@ def check(request: Request, types: Types) -> tuple[str, str, Sizes]:
     cols = N // 2 if options.activation == "swiglu" else N
     sizes = Sizes(a.shape[-2], N, a.shape[-1], cols, _broadcast_batch(request))
     out_dtype = result_dtype(request, dtype, types)
-    check_epilogue(request, types.of_addends(dtype), sizes)
+    check_epilogue(request, types.of_addends(dtype, out_dtype), sizes)
     return dtype, out_dtype, sizes
 
 

@@ -109,6 +109,20 @@ def test_int8_is_exact(device, rng):
         np.testing.assert_array_equal(device.get(got), a.astype(np.int64) @ b.astype(np.int64))
 
 
+def test_int32_addends(device, rng):
+    """alpha, beta, c, bias and residual in integers, past what float32 holds and past the end of int32."""
+    a, b = rng.integers(-128, 128, (33, 96)).astype(INT8), rng.integers(-128, 128, (96, 20)).astype(INT8)
+    c, residual = (rng.integers(-(2**30), 2**30, shape, dtype=np.int32) for shape in ((33, 20), (33, 1)))
+    bias = rng.integers(-(2**31), 2**31, 20).astype(np.int32)
+    want = -3 * (a.astype(np.int64) @ b.astype(np.int64)) + 5 * c.astype(np.int64) + bias + residual
+    terms = {"c": device.put(c), "bias": device.put(bias), "residual": device.put(residual)}
+    got = gemm(device.put(a), device.put(b), **terms, alpha=-3, beta=5)
+    np.testing.assert_array_equal(device.get(got), want.astype(np.int32))
+    op = Gemm(33, 20, 96, "int8", bias=terms["bias"], residual=terms["residual"], alpha=0, beta=1)
+    want = c.astype(np.int64) + bias + residual
+    np.testing.assert_array_equal(device.get(op(device.put(a), device.put(b), terms["c"])), want.astype(np.int32))
+
+
 def test_sums_in_place(device, rng):
     """precision="fast": one sum over all of K in the tensor cores."""
     a, b = integers(rng, (65, 700), E4M3), integers(rng, (700, 40), E4M3)
@@ -325,9 +339,11 @@ def test_checks_of_int8(plain):
     ones = plain.put(np.ones((9, 3), np.float32))
     with pytest.raises(ValueError, match="scale_a must have one entry or one for each row"):
         gemm(a, b, scale_a=ones)
-    for given in ({"scale_a": 0.5}, {"scale_b": ones[0, :1]}, {"alpha": 2.0}, {"activation": "relu"}):
+    for given in ({"scale_a": 0.5}, {"scale_b": ones[0, :1]}, {"alpha": 1.5}, {"alpha": 2**25}, {"activation": "relu"}):
         with pytest.raises(ValueError, match="gemm: out_dtype must be bfloat16, float16, float32 where"):
             gemm(a, b, out_dtype="int32", **given)
+    with pytest.raises(TypeError, match="bias must have dtype int32, got float32"):
+        gemm(a, b, bias=plain.put(np.ones(8, np.float32)))
 
 
 def test_scales_belong_to_8_bits(plain):
