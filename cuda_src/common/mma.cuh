@@ -12,14 +12,17 @@ namespace rawops {
 
 template <class T> struct MmaAtom;
 
+// d += a @ b, where KIND is K and the types, and RA and RD are the kinds of registers of operands and accumulators.
+#define RAWOPS_MMA(KIND, RA, RD)                                                                                     \
+    asm volatile("mma.sync.aligned.m16n8" KIND " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
+                 : "+" RD(d[0]), "+" RD(d[1]), "+" RD(d[2]), "+" RD(d[3])                                            \
+                 : RA(a[0]), RA(a[1]), RA(a[2]), RA(a[3]), RA(b0), RA(b1))
+
 template <> struct MmaAtom<__half> {
     using Register = uint32_t;
     static constexpr int K = 16;
     static __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        RAWOPS_MMA("k16.row.col.f32.f16.f16.f32", "r", "f");
     }
 };
 
@@ -27,10 +30,7 @@ template <> struct MmaAtom<__nv_bfloat16> {
     using Register = uint32_t;
     static constexpr int K = 16;
     static __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        RAWOPS_MMA("k16.row.col.f32.bf16.bf16.f32", "r", "f");
     }
 };
 
@@ -39,10 +39,7 @@ template <> struct MmaAtom<float> {
     using Register = uint32_t;
     static constexpr int K = 8;
     static __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        RAWOPS_MMA("k8.row.col.f32.tf32.tf32.f32", "r", "f");
     }
 };
 
@@ -51,10 +48,7 @@ template <> struct MmaAtom<double> {
     static constexpr int K = 8;
     static __device__ void multiply(double (&d)[4], const double (&a)[4], double b0, double b1) {
 #if __CUDA_ARCH__ >= 900
-        asm volatile(
-            "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
-            : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+        RAWOPS_MMA("k8.row.col.f64.f64.f64.f64", "d", "d");
 #else  // 8 x 8 x 4 is the one float64 shape before sm_90
         multiply_8x8x4(d[0], d[1], a[0], b0);
         multiply_8x8x4(d[2], d[3], a[1], b0);

@@ -24,10 +24,7 @@ template <> struct MmaAtom<Int8> {
     using Register = uint32_t;
     static constexpr int K = 32;
     static __device__ void multiply(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        RAWOPS_MMA("k32.row.col.s32.s8.s8.s32", "r", "r");
     }
 };
 
@@ -48,22 +45,16 @@ template <class T> __device__ inline void widen_to_half(uint32_t (&pairs)[2], ui
     }
 }
 
-#define RAWOPS_MMA_FLOAT8(A, B)                                                                              \
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." A "." B                                           \
-                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                               \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                           \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
 template <class A, class B> struct MmaAtom<Bytes<A, B>> {
     using Register = uint32_t;
     static constexpr int K = 32;
     static __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200  // others convert, too, and less well
         constexpr bool kWideA = is_same<A, __nv_fp8_e5m2>, kWideB = is_same<B, __nv_fp8_e5m2>;
-        if constexpr (kWideA && kWideB) RAWOPS_MMA_FLOAT8("e5m2", "e5m2");
-        else if constexpr (kWideA) RAWOPS_MMA_FLOAT8("e5m2", "e4m3");
-        else if constexpr (kWideB) RAWOPS_MMA_FLOAT8("e4m3", "e5m2");
-        else RAWOPS_MMA_FLOAT8("e4m3", "e4m3");
+        if constexpr (kWideA && kWideB) RAWOPS_MMA("k32.row.col.f32.e5m2.e5m2.f32", "r", "f");
+        else if constexpr (kWideA) RAWOPS_MMA("k32.row.col.f32.e5m2.e4m3.f32", "r", "f");
+        else if constexpr (kWideB) RAWOPS_MMA("k32.row.col.f32.e4m3.e5m2.f32", "r", "f");
+        else RAWOPS_MMA("k32.row.col.f32.e4m3.e4m3.f32", "r", "f");
 #else  // two products of float16: the order of K is free as long as both operands share it
         uint32_t wide_a[4][2], wide_b0[2], wide_b1[2];
 #pragma unroll
