@@ -6,11 +6,11 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rawops.testing import has_gpu
 from rawops.testing.tables import show
-from rawops.testing.timing import Timing, graph_times
+from rawops.testing.timing import Timing, graph_times, loop_time
 
 if not has_gpu():
     sys.exit("A benchmark needs a GPU and CuPy: python -m rawops info says what is missing.")
@@ -41,6 +41,10 @@ class Case:
         `ours(*inputs[i])` fills the output.
     rivals : mapping of str to callable
         Others, with the same arguments. The first must give the same answer.
+    loops : mapping of str to callable
+        Others that no CUDA graph records: they run in a loop, and what they take of the host counts.
+    extra : mapping of str to object
+        Further columns of the row.
     """
 
     shape: str
@@ -50,6 +54,8 @@ class Case:
     inputs: Sequence[tuple]
     ours: Callable[..., object]
     rivals: Mapping[str, Callable[..., object]]
+    loops: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
 
 
 def main(op: str, cases: Callable[[bool], Iterable[Case]], argv: Sequence[str] | None = None) -> int:
@@ -85,6 +91,8 @@ def measure(case: Case) -> dict[str, object]:
         "GB/s": case.bytes / ours.median * 1e-3,
         "% of roofline": _roofline_percent(case, ours),
         **{f"x {name}": times[name].median / ours.median for name in case.rivals},
+        **{f"x {name}": loop_time(call, case.inputs).median / ours.median for name, call in case.loops.items()},
+        **case.extra,
         "right": right,
     }
 

@@ -27,12 +27,13 @@ from rawops.gemm import Gemm, gemm, grouped_gemm
 from rawops.lora import FusedLoRA, MultiLoRA, lora_linear, lora_linear_backward
 from rawops.lsmr import LSMR, DistributedOperator, LinearOperator, LSMRResult, lsmr
 from rawops.paged_kv import PagedKVCache, append_paged_kv, paged_attention
-from rawops.sparse import SparseMatrix
+from rawops.sparse import BSRMatrix, SparseMatrix
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LSMR",
+    "BSRMatrix",
     "BarrierError",
     "CompileError",
     "DistributedOperator",

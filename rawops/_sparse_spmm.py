@@ -1,32 +1,202 @@
-"""y = alpha A x + beta y for a dense matrix x."""
+"""Y = alpha A X + beta Y for a dense matrix X: the layouts of spmm_rows.cu and their launches."""
 
 from __future__ import annotations
 
-from rawops._runtime.kernel import KernelSpec, ParamStruct
-from rawops._sparse_formats import Rows
-from rawops._sparse_spmv import CALL, TYPES, pack, types_of
+import math
+from dataclasses import dataclass
+from typing import Any
 
-SHAPE = ParamStruct("SpmmShape", **dict.fromkeys(("x_row", "x_col", "y_row", "y_col"), "int64"), columns="int32")
+import numpy as np
+
+from rawops._runtime import dtypes
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+from rawops._sparse_formats import Rows, module_of
+from rawops._sparse_profile import power_of_two
+from rawops._sparse_spmv import ACCUMULATOR, CALL, TYPES, pack, types_of
+
+_THREADS, _WARP = 256, 32
+_SEGMENT = 2048  # entries of a long row for one block
+_BLOCK_WORK, _BLOCK_ROWS = 1024, 128  # entries of a block's rows, about, and how many rows
+_SHARE = 4  # groups that share a row at most
+_LONG = 512  # entries of a row that no warp should be alone with
+
+DENSE = ParamStruct(
+    "DenseShape",
+    **dict.fromkeys(("x_row", "y_row", "y_col"), "int64"),
+    **dict.fromkeys(("columns", "is_vector_y"), "int32"),
+)
+PLAN = ParamStruct(
+    "SpmmPlan",
+    **dict.fromkeys(("segments", "splits", "sums", "tickets", "rows"), "pointer"),
+    **dict.fromkeys(("segment_count", "split_count", "listed", "longest", "rows_a_team"), "int32"),
+)
+
+
+def _smoke(value="float32", vector=None, access=16, lanes=32, share=1, conjugate=False) -> dict:
+    layout = {"access": access, "lanes": lanes, "share": share}
+    return {"value": value, "vector": vector or value, "pointer": "int32", **layout, "conjugate": conjugate}
+
+
 SPMM = KernelSpec(
     source="spmm_rows.cu",
     entry="rawops::spmm_rows",
-    template=("value", "vector", "pointer", "conjugate"),
-    choices={**TYPES, "conjugate": (False, True)},
+    template=("value", "vector", "pointer", "access", "lanes", "share", "conjugate"),
+    choices={
+        **TYPES,
+        "access": (2, 4, 8, 16),
+        "lanes": (1, 2, 4, 8, 16, 32),
+        "share": (1, 2, 4, 8, 16, 32),
+        "conjugate": (False, True),
+    },
     smoke=(
-        {"value": "float32", "vector": "float32", "pointer": "int32", "conjugate": False},
-        {"value": "complex64", "vector": "complex64", "pointer": "int32", "conjugate": True},
+        _smoke(),
+        _smoke(lanes=8, share=2),
+        _smoke(lanes=2, share=4),
+        _smoke(access=4),
+        _smoke("float16", lanes=16),
+        _smoke("float64", lanes=16),
+        _smoke("complex64", lanes=4, share=8, conjugate=True),
+        _smoke("complex128", lanes=32, conjugate=True),
     ),
     params=CALL,
+    spills={"sm_89": 8, "sm_90a": 8},
 )
-_MAX_BLOCKS = 65535
 
 
-def multiply_dense(device, rows: Rows, x, y, alpha: tuple, beta: tuple, conjugate: bool) -> None:
-    """Launch on matrices of one type and any strides; x is read and y written in place."""
-    if not y.size:
-        return
-    kernel = SPMM.kernel(device, **types_of(rows, x, conjugate))
-    strides = [stride // a.itemsize for a in (x, y) for stride in a.strides]
-    call = pack(device, rows, x, y, alpha, beta, None)
-    grid = (min(-(-rows.shape[0] // 8), _MAX_BLOCKS), -(-y.shape[1] // 32), 1)
-    kernel.launch(grid, (256, 1, 1), (call, SHAPE.pack(*strides, y.shape[1])))
+@dataclass(frozen=True)
+class Layout:
+    """How a product is shared out.
+
+    Attributes
+    ----------
+    access : int
+        Bytes of a row of x that a thread reads at once.
+    lanes, share : int
+        Threads side by side on a row of x, and groups of them that share a row of A.
+    longest, split : int
+        Rows with more entries have a warp of their own; those with still more are cut into segments.
+    rows_a_team : int
+        Rows that a group (or those that share a row) takes one after another.
+    """
+
+    access: int
+    lanes: int
+    share: int
+    longest: int
+    split: int
+    rows_a_team: int
+
+    @property
+    def choices(self) -> dict:
+        return {"access": self.access, "lanes": self.lanes, "share": self.share}
+
+
+def layout_for(columns: int, itemsize: int, alignment: int, mean: float) -> Layout:
+    """Return the layout for rows of x of so many columns that begin at multiples of `alignment` bytes."""
+    access = itemsize
+    while access < 16 and alignment % (2 * access) == 0 and columns * itemsize % (2 * access) == 0:
+        access *= 2
+    lanes = 1
+    while lanes < min(columns * itemsize // access, _WARP):
+        lanes *= 2
+    share = power_of_two(mean / (4 * lanes), 1, min(_SHARE, _WARP // lanes))
+    # Rows that are much longer than their neighbours would keep those of the same warp waiting.
+    longest = int(min(max(16 * share, 2 * mean, 64 if lanes == _WARP else 0), _LONG))
+    split = max(longest, 64 * _WARP // lanes)
+    teams = _THREADS // (lanes * share)
+    rows_a_team = power_of_two(min(_BLOCK_WORK / max(mean, 1), _BLOCK_ROWS) / teams, 1, _BLOCK_ROWS)
+    return Layout(access, lanes, share, longest, split, rows_a_team)
+
+
+class Dense:
+    """One direction of a matrix times dense matrices.
+
+    Attributes
+    ----------
+    kept : list of array
+        The segments of long rows, and the sums of those that are cut.
+    """
+
+    def __init__(self, device, rows: Rows) -> None:
+        self.device, self.rows = device, rows
+        self._segments: dict[tuple, tuple] = {}
+        self._workspaces: dict[tuple, tuple] = {}
+
+    @property
+    def kept(self) -> list:
+        found = [*self._segments.values(), *self._workspaces.values()]
+        return [array for arrays in found for array in arrays]
+
+    def run(self, x, y, alpha: tuple, beta: tuple, conjugate: bool, layout: Layout | None = None) -> None:
+        """Launch on matrices of one type and any strides; x is read and y written in place."""
+        if not y.size:
+            return
+        rows, columns = self.rows.shape[0], y.shape[1]
+        if columns > 1 and x.strides[1] != x.itemsize:
+            x = module_of(x).ascontiguousarray(x)
+        if layout is None:
+            mean = self.rows.nnz / rows
+            layout = layout_for(columns, x.itemsize, self._alignment(x), mean)
+        width = max(layout.access // x.itemsize, 1) * layout.lanes
+        tiles = -(-columns // width)
+        listed, segments, splits = self._apart(layout.longest, layout.split)
+        kernel = SPMM.kernel(self.device, **types_of(self.rows, x, conjugate), **layout.choices)
+        workspace = self._workspace(segments, splits, columns, tiles, dtypes.name(x.dtype))
+        call = pack(self.device, self.rows, x, y, alpha, beta, None)
+        is_vector_y = layout.access > y.itemsize and self._alignment(y) % layout.access == 0
+        shape = DENSE.pack(*strides_of(x, y), columns, is_vector_y)
+        sizes = segments.shape[0], splits.shape[0], listed.size, layout.longest, layout.rows_a_team
+        plan = PLAN.pack(*map(self.device.pointer, (segments, splits, *workspace, listed)), *sizes)
+        at_once = _THREADS // (layout.lanes * layout.share) * layout.rows_a_team
+        blocks = segments.shape[0] + -(-listed.size // (_THREADS // _WARP)) + -(-rows // at_once)
+        kernel.launch((blocks, tiles, 1), (_THREADS, 1, 1), (call, shape, plan))
+
+    def _alignment(self, x) -> int:
+        """Return a divisor, in bytes, of where the rows of x begin; that of an element where columns are apart."""
+        if x.shape[1] > 1 and x.strides[1] != x.itemsize:  # columns apart, of y
+            return x.itemsize
+        step = x.strides[0] if x.shape[0] > 1 else 0
+        return math.gcd(self.device.pointer(x), step, 16)
+
+    def _apart(self, longest: int, split: int) -> tuple:
+        """Return the rows of warps of their own, and segments and splits; the first call synchronises."""
+        key = longest, split
+        if key not in self._segments:
+            indptr = self.rows.indptr
+            xp = module_of(indptr)
+            lengths = indptr[1:] - indptr[:-1]
+            listed = xp.flatnonzero((lengths > longest) & (lengths <= split)).astype(np.int32)
+            self._segments[key] = listed, *_segments(xp, indptr, xp.flatnonzero(lengths > split))
+        return self._segments[key]
+
+    def _workspace(self, segments, splits, columns: int, tiles: int, vector: str) -> tuple[Any, Any]:
+        if not splits.size:
+            return segments, segments  # not read
+        key = segments.shape[0], columns, tiles, vector
+        if key not in self._workspaces:
+            sums = self.device.empty((segments.shape[0], columns), dtypes.numpy(ACCUMULATOR.get(vector, vector)))
+            tickets = module_of(splits).zeros((tiles, splits.shape[0]), np.uint32)
+            self._workspaces[key] = sums, tickets
+        return self._workspaces[key]
+
+
+def strides_of(x, y) -> list[int]:
+    """Return the strides of a DenseShape, in elements."""
+    return [stride // x.itemsize for stride in (x.strides[0], *y.strides)]
+
+
+def _segments(xp, indptr, rows) -> tuple:
+    """Cut long rows: the segments as spmm_rows.cu has them, and the first segment and number of each cut row."""
+    if rows.size == 0:
+        return xp.zeros((0, 4), np.int64), xp.zeros((0, 2), np.int32)
+    begin, stop = indptr[rows].astype(np.int64), indptr[rows + 1].astype(np.int64)
+    counts = -(-(stop - begin) // _SEGMENT)
+    ends = xp.cumsum(counts)
+    number = xp.arange(int(ends[-1]))
+    owner = xp.searchsorted(ends, number, side="right")
+    first = ends - counts
+    is_cut = counts > 1
+    split = xp.where(is_cut, xp.cumsum(is_cut) - 1, -1)
+    entry = begin[owner] + (number - first[owner]) * _SEGMENT
+    segments = xp.stack([entry, xp.minimum(entry + _SEGMENT, stop[owner]), rows[owner], split[owner]], 1)
+    return segments.astype(np.int64), xp.stack([first[is_cut], counts[is_cut]], 1).astype(np.int32)

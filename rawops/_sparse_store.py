@@ -11,6 +11,7 @@ from rawops import _sparse_formats as formats
 from rawops._runtime import arrays, checks
 from rawops._sparse_formats import Rows
 from rawops._sparse_profile import Choice, Profile, candidates, choose, choose_scatter, profile
+from rawops._sparse_spmm import Dense
 from rawops._sparse_spmv import ByRows, Product, Scattered
 from rawops._sparse_stream import BySlices, ByStream
 
@@ -36,6 +37,7 @@ class Store:
         self.profiles = {way: profile(kept) for way, kept in self.rows.items()}
         self.choices: dict[bool, Choice] = {}
         self.products: dict[bool, Product] = {}
+        self.dense = {way: Dense(device, kept) for way, kept in self.rows.items()}
         for way in (False, True):
             if way in self.rows:
                 self.use(way, choose(self.profiles[way], self.may_slice))

@@ -14,8 +14,8 @@ import numpy as np
 from rawops import _sparse_formats as formats
 from rawops import _sparse_operands as given
 from rawops._runtime import arrays, checks
+from rawops._sparse_bsr import BSRMatrix, from_rows
 from rawops._sparse_profile import Choice, Profile
-from rawops._sparse_spmm import multiply_dense
 from rawops._sparse_store import Store, is_dual
 
 
@@ -186,7 +186,8 @@ class SparseMatrix:
         ways = (self._transposed, not self._transposed)
         kept = sum(rows.nbytes for rows in store.rows.values())
         kept += sum(x.nbytes for x in (store.order, store.starts, store.derived_order) if x is not None)
-        kept += sum(x.nbytes for product in store.products.values() for x in product.kept)
+        products = *store.products.values(), *store.dense.values()
+        kept += sum(x.nbytes for product in products for x in product.kept)
         return Plan(*(store.choices[way] for way in ways), len(store.rows) == 2, kept)
 
     def to_scipy(self):
@@ -200,6 +201,21 @@ class SparseMatrix:
         if self._conjugated:
             host[0] = host[0].conj()
         return (sparse.csc_array if is_csc else sparse.csr_array)(tuple(host), shape=self.shape)
+
+    def to_bsr(self, block: int) -> BSRMatrix:
+        """Copy to a matrix of dense blocks, for products with dense matrices. It synchronises.
+
+        Parameters
+        ----------
+        block : {4, 8, 16, 32}
+            Rows and columns of a block. ``fill`` of the result is the share of the blocks' entries that this matrix
+            has: near 1, the blocks are its own; near 1 / block, entries lie alone.
+        """
+        store, function = self._store, "SparseMatrix.to_bsr"
+        rows = store.rows.get(self._transposed)
+        if rows is None:
+            rows, _ = formats.transposed(store.device, store.values)
+        return from_rows(function, store.device, rows, block, self._conjugated)
 
     def tune(self) -> Plan:
         """Time a few kernels for each direction that has its own format, keep the fastest, and return the plan.
@@ -262,10 +278,27 @@ class SparseMatrix:
         return self._multiply("SparseMatrix.rmatvec", way, conjugated, x, alpha, beta, out)
 
     def matmat(self, x, alpha=1.0, beta=0.0, out=None):
-        """Compute ``out = alpha * A @ x + beta * out`` for a dense matrix x (columns, any), of any strides.
+        """Compute ``out = alpha * A @ x + beta * out`` for a dense matrix x (columns, any) in one pass.
 
-        This is a plain kernel with one thread for each entry of the result. A transposed view of a matrix that keeps
-        one format multiplies column by column.
+        Parameters
+        ----------
+        x : array (columns, any)
+            One whose columns do not lie side by side, or narrower than the result, is copied first.
+        alpha, beta : number or 0-d float64 array
+            As in `matvec`.
+        out : array (rows, any), optional
+            Of the result's dtype and any strides; row-major is fastest. Where it overlaps x, the result is computed
+            aside and copied.
+
+        Returns
+        -------
+        array (rows, any)
+
+        Notes
+        -----
+        The first call, and the first with another layout of columns, synchronise; later ones do not, and with `out`
+        and an x that needs no copy they allocate nothing and can be captured in a CUDA graph. A transposed view of a
+        matrix that keeps one format multiplies column by column.
         """
         function = "SparseMatrix.matmat"
         x, out, give = given.operands(function, self._store.device, x, out, (self.shape[1], None))
@@ -274,9 +307,9 @@ class SparseMatrix:
         target = given.target(function, self._store.device, out, (self.shape[0], x.shape[1]), result_dtype, beta)
         aside = target if out is None or not given.overlap(out, x) else target.copy()
         x = x.astype(result_dtype, copy=False)
-        rows = self._store.rows.get(self._transposed)
-        if rows is not None:
-            multiply_dense(self._store.device, rows, x, aside, alpha, beta, self._conjugated)
+        dense = self._store.dense.get(self._transposed)
+        if dense is not None:
+            dense.run(x, aside, alpha, beta, self._conjugated)
         else:
             for column in range(x.shape[1]):
                 x_column = formats.module_of(x).ascontiguousarray(x[:, column])

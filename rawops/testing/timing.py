@@ -69,6 +69,21 @@ def graph_times(
     return {name: Timing.of(found) for name, found in samples.items()}
 
 
+def loop_time(call: Callable[..., object], inputs: Sequence[tuple], repeats: int = 3) -> Timing:
+    """Time a call that no graph records: loops of `call(*inputs[i])` between two events, after a first one."""
+    import cupy
+
+    samples, (start, end) = [], (cupy.cuda.Event(), cupy.cuda.Event())
+    for _ in range(repeats + 1):
+        start.record()
+        for arguments in inputs:
+            call(*arguments)
+        end.record()
+        end.synchronize()
+        samples.append(cupy.cuda.get_elapsed_time(start, end) * 1e3 / len(inputs))
+    return Timing.of(samples[1:])
+
+
 def host_cost(call: Callable[[], object], batches: int = 50, batch: int = 10) -> Timing:
     """Time what a call takes of the host alone: batches small enough that the GPU's queue is never full."""
     import cupy
