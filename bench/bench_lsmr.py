@@ -32,7 +32,10 @@ DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 TOLERANCES = {"atol": 1e-6, "btol": 1e-6, "conlim": 1e8}
 RUNS = 5
 ENOUGH_S = 1.0  # of runs of one call
-MEASURED = 8, 24  # iterations of the two solves whose difference gives the time of one: early, before precision runs out
+MEASURED = (
+    8,
+    24,
+)  # iterations of the two solves whose difference gives the time of one: early, before precision runs out
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from rawops import _attention_config as config
 from rawops import _attention_sm90
 from rawops import config as settings
-from rawops._attention_config import SIMT, SM80, Problem
+from rawops._attention_config import DTYPES, FLOAT8, SIMT, SM80, Problem
 from rawops._attention_dropout import Dropout, packed
 from rawops._attention_merge import merge_parts
 from rawops._attention_operands import (
@@ -22,17 +22,20 @@ from rawops._attention_operands import (
     Options,
     Sizes,
     access_of,
+    check_scales,
     check_scores,
     check_values,
     dense,
     problem_of,
+    scale_strides,
     shape_fields,
     sizes_of,
     span,
     strides_of,
 )
-from rawops._runtime import arrays, checks
+from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.kernel import Function
+from rawops.errors import UnsupportedError
 
 _MAX_LAUNCHES = 256
 
@@ -50,7 +53,7 @@ class OneKernel:
     shape: bytes
 
     def run(self, addresses: list, dropout: bytes) -> None:
-        params = config.CALL.pack(*addresses, 0, 0) + self.shape + dropout
+        params = config.CALL.pack(*addresses[:_SCALES], 0, 0) + self.shape + dropout
         self.kernel.launch(self.grid, (self.threads, 1, 1), (params,), self.shared_bytes)
 
 
@@ -60,19 +63,21 @@ class OnHopper:
 
     plan: _attention_sm90.Plan
     shape: bytes
+    scales: tuple[int, ...]  # their strides, with float8
     counter: Callable[[], tuple]
 
     def run(self, addresses: list, dropout: bytes) -> None:
-        params = config.CALL.pack(*addresses, 0, 0) + self.shape + dropout
+        params = config.CALL.pack(*addresses[:_SCALES], 0, 0) + self.shape + dropout
         _kept, taken = self.counter() if self.plan.wants_counter else (None, 0)
-        self.plan.run(*addresses[:3], params, taken)
+        scales = _attention_sm90.SCALES.pack(*addresses[_SCALES:], *self.scales) if self.scales else b""
+        self.plan.run(*addresses[:3], params, scales, taken)
 
 
 @dataclass(frozen=True)
 class SplitKeys:
     """Results of ranges of keys in a workspace, and the kernel that joins them."""
 
-    partial: OneKernel
+    partial: OneKernel | OnHopper
     merge: Callable[[int, int, int, int], None]  # addresses of the parts, their lse, out and lse
     workspace: Callable[[], tuple]
 
@@ -108,7 +113,8 @@ def _overlaps(operands: tuple) -> tuple:
 
 
 ROLES = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "cu_seqlens_q", "cu_seqlens_k")
-_OUT, _LSE = ROLES.index("out"), ROLES.index("lse")
+ROLES += ("scale_q", "scale_k", "scale_v")
+_OUT, _LSE, _SCALES = (ROLES.index(role) for role in ("out", "lse", "scale_q"))
 
 
 class Attention:
@@ -226,11 +232,14 @@ class Attention:
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
         """Check the arguments, choose the kernel and pack what does not change."""
         named = dict(zip(ROLES, operands, strict=True))
-        sizes = sizes_of(self.function, named, self.varlen)
+        sizes = sizes_of(self.function, named, self.varlen, (*DTYPES, FLOAT8))
         check_scores(self.function, named, sizes)
-        dtype = named["q"].dtype
+        check_scales(self.function, named, sizes)
+        dtype, allowed = named["q"].dtype, (named["q"].dtype.name,)
+        if dtype.name == FLOAT8:
+            dtype, allowed = dtypes.numpy("bfloat16"), ("bfloat16", "float16")
         if named["out"] is not None:
-            checks.dtype(self.function, "out", named["out"], (dtype.name,))
+            dtype = dtypes.numpy(checks.dtype(self.function, "out", named["out"], allowed))
             checks.shape(self.function, "out", named["out"], sizes.out)
             checks.output(self.function, "out", named["out"])
         lse = named["lse"]
@@ -246,20 +255,25 @@ class Attention:
 
     def _steps(self, device, named: dict, addresses: list, sizes: Sizes):
         options = self.options
-        access = min(access_of(named[name], address) for name, address in zip("qkv", addresses, strict=False))
+        read = zip("qkv", addresses, strict=False)
+        is_8bit = named["q"].dtype.name == FLOAT8
+        access = 16 if is_8bit else min(access_of(named[name], address) for name, address in read)
         problem = problem_of(named, sizes, options, access)
-        chosen = config.select_config(problem, device.sm_count, device.max_shared_bytes, options.num_splits)
-        if options.num_splits in (None, 1):
-            hopper = self._on_hopper(device, named, addresses, sizes, problem, chosen.splits)
-            if hopper is not None:
-                return hopper
-        if chosen.splits == 1:
-            return self._one_kernel(device, named, sizes, problem, chosen, addresses[_OUT])
-        shape = (chosen.splits, *sizes.out)
-        lse_shape = (chosen.splits, *sizes.lse)
-        partial = self._one_kernel(device, named, sizes, problem, chosen, 0)
-        merge = merge_parts(device, problem.dtype, shape, lse_shape, sizes.axes, self._out_strides(named, sizes))
-        return SplitKeys(partial, merge, functools.partial(self.workspace, device, (shape, lse_shape)))
+        out_dtype = "bfloat16" if named["out"] is None else named["out"].dtype.name
+        out_dtype = out_dtype if is_8bit else problem.dtype
+        hopper = self._on_hopper(device, named, addresses, sizes, problem, out_dtype)
+        if hopper is not None:
+            splits, launch = hopper.plan.config.splits, hopper
+        elif is_8bit:
+            self._refuse_8bit(device, named, sizes, problem)
+        else:
+            chosen = config.select_config(problem, device.sm_count, device.max_shared_bytes, options.num_splits)
+            splits, launch = chosen.splits, self._one_kernel(device, named, sizes, problem, chosen, addresses[_OUT])
+        if splits == 1:
+            return launch
+        shape, lse_shape = (splits, *sizes.out), (splits, *sizes.lse)
+        merge = merge_parts(device, out_dtype, shape, lse_shape, sizes.axes, self._out_strides(named, sizes))
+        return SplitKeys(launch, merge, functools.partial(self.workspace, device, (shape, lse_shape)))
 
     def _out_strides(self, named: dict, sizes: Sizes) -> tuple[int, ...]:
         out = named["out"]
@@ -268,7 +282,7 @@ class Attention:
         return dense(sizes.out, sizes.axes)
 
     def _on_hopper(
-        self, device, named: dict, addresses: list, sizes: Sizes, problem: Problem, splits: int
+        self, device, named: dict, addresses: list, sizes: Sizes, problem: Problem, out_dtype: str
     ) -> OnHopper | None:
         """Return the launch of the Hopper kernel, where it is the one to run."""
         strides = {name: strides_of(self.function, name, named[name], sizes.axes) for name in "qkv"}
@@ -276,28 +290,44 @@ class Attention:
         shapes = {"out": sizes.out} | {name: named[name].shape for name in "qkv"}
         views = {
             name: _attention_sm90.View(
-                (1,) * (4 - len(shapes[name])) + tuple(shapes[name]), strides[name], address % 16
+                (1,) * (4 - len(shapes[name])) + tuple(shapes[name]),
+                strides[name],
+                address % 16,
+                2 if name == "out" else named[name].dtype.itemsize,
             )
             for name, address in zip(ROLES, addresses[: _OUT + 1], strict=False)
         }
-        if not _attention_sm90.supports(device, problem, views, splits):
+        if not _attention_sm90.supports(device, problem, views):
             return None
-        plan = _attention_sm90.plan(device, problem, views)
+        plan = _attention_sm90.plan(device, problem, views, out_dtype, self.options.num_splits)
         fields = shape_fields(self.function, named, sizes, problem, self.options)
-        fields |= {"packed": 1, "row_tiles": plan.row_tiles, "splits": 1}
-        fields |= {f"out_{axis}": s for axis, s in zip(AXES, strides["out"], strict=True)}
+        fields |= {"packed": 1, "row_tiles": plan.row_tiles} | _parts(sizes, plan.config.splits)
+        out_strides = strides["out"] if plan.config.splits == 1 else dense(sizes.out, sizes.axes)
+        fields |= {f"out_{axis}": s for axis, s in zip(AXES, out_strides, strict=True)}
         shape = config.SHAPE.pack(*(fields.get(name, 0) for name in config.SHAPE.fields))
-        return OnHopper(plan, shape, functools.partial(self.counter, device))
+        scales = scale_strides(named) if problem.dtype == FLOAT8 else ()
+        return OnHopper(plan, shape, scales, functools.partial(self.counter, device))
+
+    def _refuse_8bit(self, device, named: dict, sizes: Sizes, problem: Problem) -> None:
+        """Raise for what the float8 kernel cannot do."""
+        if not _attention_sm90.SM90_8BIT.exists_on(device.capability):
+            message = f"{self.function}: float8 needs a GPU of compute capability 9.0, got {device.capability / 10}"
+            raise UnsupportedError(message + ". Convert q, k and v to bfloat16.")
+        if problem.score:
+            rule = "come with a positive softmax_scale and no softcap, slopes, bias or dropout if it is float8"
+            checks.fail(ValueError, self.function, "q", rule, "others", "Convert q, k and v to bfloat16.")
+        rule = "have a head_dim and rows that are multiples of 16 bytes, as k and v, if it is float8"
+        found = {name: (named[name].shape, named[name].strides) for name in "qkv"}
+        checks.fail(ValueError, self.function, "q", rule, found)
 
     def _one_kernel(self, device, named: dict, sizes: Sizes, problem: Problem, chosen, address: int) -> OneKernel:
         is_partial = chosen.splits > 1
         fields = shape_fields(self.function, named, sizes, problem, self.options)
-        fields |= {"packed": chosen.packed, "row_tiles": chosen.row_tiles, "splits": chosen.splits}
-        fields |= {"out_split": math.prod(sizes.out), "lse_split": math.prod(sizes.lse)}
+        fields |= {"packed": chosen.packed, "row_tiles": chosen.row_tiles} | _parts(sizes, chosen.splits)
         out_strides = dense(sizes.out, sizes.axes) if is_partial else self._out_strides(named, sizes)
         fields |= {f"out_{axis}": s for axis, s in zip(AXES, out_strides, strict=True)}
         itemsize = 4 if is_partial else named["q"].dtype.itemsize
-        fields["out_pairs"] = _allows_pairs(address, sizes.out, out_strides, itemsize)
+        fields["out_pairs"] = _width_of_out(0 if is_partial else address, sizes.out, out_strides, itemsize)
         shape = config.SHAPE.pack(*(fields.get(name, 0) for name in config.SHAPE.fields))
         blocks = chosen.row_tiles * chosen.splits * (sizes.heads // chosen.packed)
         blocks *= sizes.batches + (self.varlen is not None)
@@ -315,7 +345,16 @@ class Attention:
         return OneKernel(kernel, (blocks, 1, 1), chosen.tile.threads, chosen.tile.shared_bytes, shape)
 
 
-def _allows_pairs(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Tell whether elements 2i and 2i + 1 of each row of out can be written at once."""
+def _parts(sizes: Sizes, splits: int) -> dict:
+    """Fields of AttentionShape for results of ranges of keys that lie one after another."""
+    return {"splits": splits, "out_split": math.prod(sizes.out), "lse_split": math.prod(sizes.lse)}
+
+
+def _width_of_out(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Return 2 where 16 bytes of each row of out can be written at once, 1 where elements 2i and 2i + 1 can, else 0."""
     *steps, col = strides
-    return (col == 1 or shape[-1] == 1) and not address % (2 * itemsize) and not any(s % 2 for s in steps)
+
+    def allows(count: int) -> bool:
+        return (col == 1 or shape[-1] == 1) and not address % (count * itemsize) and not any(s % count for s in steps)
+
+    return 2 if shape[-1] % 8 == 0 and itemsize == 2 and allows(8) else int(allows(2))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16", "float32")
+FLOAT8 = "float8_e4m3fn"
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are made for; others are padded inside
 MOST_SPLITS = 256
 LONGEST = 1 << 30  # keys or queries of a sequence are fewer: sums of two fit 32 bits
@@ -30,7 +31,8 @@ _SHAPE_FIELDS = {
     **{key: kind for name in ("q", "k", "v", "out", "bias") for key, kind in _strides(name).items()},
     **dict.fromkeys(("lse_batch", "lse_head", "out_split", "lse_split"), "int64"),
     **dict.fromkeys(("alibi_batch", "block_table_batch"), "int64"),
-    **dict.fromkeys(("batches", "heads", "group", "packed", "seqlen_q", "seqlen_k", "total_q"), "int32"),
+    **dict.fromkeys(("batches", "heads", "group", "packed", "seqlen_q", "seqlen_k"), "int32"),
+    **dict.fromkeys(("total_q", "total_keys"), "int32"),
     **dict.fromkeys(("head_dim", "head_dim_v", "row_tiles", "splits", "window_left", "window_right"), "int32"),
     **dict.fromkeys(("page_shift", "bias_is_float", "out_pairs"), "int32"),
     **dict.fromkeys(("scale", "softcap"), "float32"),
@@ -267,7 +269,7 @@ def _config(problem, tile, block_m: int, block_n: int, slots: int, num_splits: i
     packed = problem.group if 8 * together <= 7 * alone * problem.group and not problem.score & DROPS else 1
     config = Config(tile, packed, max(1, together if packed > 1 else alone), 1)
     if num_splits is None:
-        num_splits = _splits(_blocks(problem, config), -(-problem.seqlen_k // block_n), slots)
+        num_splits = splits_for(_blocks(problem, config), -(-problem.seqlen_k // block_n), slots)
     return Config(tile, packed, config.row_tiles, num_splits)
 
 
@@ -275,7 +277,7 @@ def _blocks(problem: Problem, config: Config) -> int:
     return config.row_tiles * problem.batches * (problem.heads // config.packed)
 
 
-def _splits(blocks: int, steps: int, slots: int) -> int:
+def splits_for(blocks: int, steps: int, slots: int) -> int:
     """Return the smallest split whose waves are nearly as full as the best one's, with four steps or more a block."""
     if blocks == 0 or 5 * blocks >= 4 * slots:
         return 1

@@ -10,6 +10,7 @@ import numpy as np
 
 from rawops._attention_config import (
     DTYPES,
+    FLOAT8,
     HEAD_DIMS,
     LONGEST,
     MOST_SPLITS,
@@ -128,6 +129,7 @@ class Sizes:
     seqlen_q: int
     seqlen_k: int
     total_q: int
+    total_keys: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -137,10 +139,10 @@ class Sizes:
     axes: tuple[int | None, ...]
 
 
-def sizes_of(function: str, named: dict, varlen: Layout | None) -> Sizes:
+def sizes_of(function: str, named: dict, varlen: Layout | None, dtypes: tuple = DTYPES) -> Sizes:
     """Check shapes and dtypes of all arrays and return the sizes."""
     q, k, v = named["q"], named["k"], named["v"]
-    dtype = checks.dtype(function, "q", q, DTYPES)
+    dtype = checks.dtype(function, "q", q, dtypes)
     ndim, shape = (4, "(batch, seqlen, heads, head_dim)") if varlen is None else (3, "(total, heads, head_dim)")
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.dtype(function, name, x, (dtype,), "q, k and v have one dtype; convert one of them.")
@@ -162,11 +164,13 @@ def sizes_of(function: str, named: dict, varlen: Layout | None) -> Sizes:
     common = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": v.shape[-1], "out": out}
     if varlen is None:
         batches = q.shape[0]
-        rows = {"batches": batches, "seqlen_q": rows_q[-1], "seqlen_k": rows_k[-1], "total_q": rows_q[-1]}
+        rows = {"batches": batches, "seqlen_q": rows_q[-1], "seqlen_k": rows_k[-1]}
+        rows |= {"total_q": rows_q[-1], "total_keys": rows_k[-1]}
         return Sizes(**common, **rows, lse=(batches, heads, rows_q[-1]), axes=(0, 1, 2, 3))
     batches = _check_cu_seqlens(function, named)
     rows = {"batches": batches, "seqlen_q": varlen.max_seqlen_q, "seqlen_k": varlen.max_seqlen_k}
-    return Sizes(**common, **rows, total_q=rows_q[0], lse=(heads, rows_q[0]), axes=(None, 0, 1, 2))
+    rows |= {"total_q": rows_q[0], "total_keys": rows_k[0]}
+    return Sizes(**common, **rows, lse=(heads, rows_q[0]), axes=(None, 0, 1, 2))
 
 
 def _check_cu_seqlens(function: str, named: dict) -> int:
@@ -201,6 +205,30 @@ def check_scores(function: str, named: dict, sizes: Sizes) -> None:
         if bias.ndim > 4 or any(e not in (1, f) for e, f in zip(extents, full, strict=True)):
             rule = f"broadcast to (batch, heads, seqlen_q, seqlen_k) = {full}"
             checks.fail(ValueError, function, "bias", rule, f"shape {tuple(bias.shape)}")
+
+
+def check_scales(function: str, named: dict, sizes: Sizes) -> None:
+    """Check scale_q, scale_k and scale_v."""
+    for name, heads in (("scale_q", sizes.heads), ("scale_k", sizes.kv_heads), ("scale_v", sizes.kv_heads)):
+        scale = named[name]
+        if scale is None:
+            continue
+        if named["q"].dtype.name != FLOAT8:
+            checks.fail(ValueError, function, name, "be None unless q, k and v are float8", named["q"].dtype.name)
+        checks.dtype(function, name, scale, ("float32",))
+        if tuple(scale.shape) not in ((), (heads,), (sizes.batches, heads)):
+            rule = f"have shape (), ({heads},) or ({sizes.batches}, {heads})"
+            checks.fail(ValueError, function, name, rule, tuple(scale.shape))
+
+
+def scale_strides(named: dict) -> tuple[int, ...]:
+    """Strides of batch and head in scale_q, scale_k and scale_v, as AttentionScales has them."""
+    found = []
+    for name in ("scale_q", "scale_k", "scale_v"):
+        scale = named[name]
+        steps = () if scale is None else scale.strides
+        found += [0, 0, *(step // 4 for step in steps)][-2:]
+    return tuple(found)
 
 
 def dense(shape: tuple[int, ...], axes: tuple[int | None, ...]) -> tuple[int, ...]:
@@ -241,7 +269,8 @@ def problem_of(named: dict, sizes: Sizes, options: Options, access: int) -> Prob
 def shape_fields(function: str, named: dict, sizes: Sizes, problem: Problem, options: Options) -> dict:
     """Return the fields of AttentionShape but for those of out and of the configuration."""
     fields = {"batches": sizes.batches, "heads": sizes.heads, "group": problem.group}
-    fields |= {"seqlen_q": sizes.seqlen_q, "seqlen_k": sizes.seqlen_k, "total_q": sizes.total_q}
+    fields |= {"seqlen_q": sizes.seqlen_q, "seqlen_k": sizes.seqlen_k}
+    fields |= {"total_q": sizes.total_q, "total_keys": sizes.total_keys}
     fields |= {"head_dim": sizes.head_dim, "head_dim_v": sizes.head_dim_v}
     fields |= {"window_left": problem.window_left, "window_right": problem.window_right}
     fields["scale"], fields["softcap"] = score_scales(options.scale(sizes.head_dim), options.softcap)

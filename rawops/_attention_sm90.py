@@ -1,4 +1,4 @@
-"""The host side of attention_sm90.cu: what TMA can read, which tile, and the launch.
+"""The host side of attention_sm90.cu and attention_sm90_8bit.cu: what TMA can read, which tile, and the launch.
 
 Callers ask `supports` and, if so, keep what `plan` returns.
 """
@@ -7,21 +7,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rawops._attention_config import HEAD_DIMS, PARAMS, Problem, padded
+from rawops._attention_config import (
+    ALIBI,
+    BIAS,
+    DROPS,
+    FLOAT8,
+    HEAD_DIMS,
+    PARAMS,
+    SCORES,
+    SOFTCAP,
+    Problem,
+    padded,
+    splits_for,
+)
 from rawops._runtime import dtypes
-from rawops._runtime.kernel import Function, KernelSpec
+from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 from rawops._runtime.tensormap import TensorMap
 
 _ROWS = 64  # of a consumer
-_ITEMSIZE = 2
 _LONG = 4096  # keys
-_BLOCK_BYTES = 36  # of an AttentionBlock
+_KEYS = {64: 128, 96: 176, 128: 128, 192: 112, 256: 80}  # of a block, by the wider head
+_KEYS_SCORED = {64: 128, 96: 128, 128: 112, 192: 96, 256: 64}
+_KEYS_8BIT = {64: 128, 96: 192, 128: 192, 192: 128, 256: 96}
+_TASK_BYTES = 60  # of an AttentionTask
 _L2_BYTES = 32 << 20  # of keys and values that stay in the L2 while a section of heads is at work
 
-_TEMPLATE = ("dtype", "head_dim", "head_dim_v", "consumers", "block_n", "stages", "turns")
+_TEMPLATE = ("dtype", "head_dim", "head_dim_v", "consumers", "block_n", "stages", "turns", "score", "out_dtype")
 SM90 = KernelSpec(
     source="attention_sm90.cu",
     entry="rawops::attention_sm90",
@@ -34,21 +48,62 @@ SM90 = KernelSpec(
         "block_n": tuple(range(16, 257, 16)),
         "stages": (2, 3),
         "turns": (False, True),
+        "score": tuple(score for score in SCORES if not score & DROPS),
+        "out_dtype": ("float16", "bfloat16", "float32"),
     },
     smoke=[
         dict(zip(_TEMPLATE, values, strict=True))
         for values in (
-            ("bfloat16", 64, 64, 3, 128, 2, True),
-            ("float16", 96, 96, 2, 176, 2, True),
-            ("bfloat16", 128, 128, 2, 128, 2, True),
-            ("bfloat16", 128, 128, 2, 176, 2, True),
-            ("bfloat16", 192, 128, 2, 128, 2, True),
-            ("float16", 256, 256, 2, 80, 2, False),
+            ("bfloat16", 64, 64, 3, 128, 3, True, 0, "bfloat16"),
+            ("float16", 96, 96, 2, 176, 2, True, 0, "float16"),
+            ("bfloat16", 128, 128, 2, 128, 2, True, 0, "bfloat16"),
+            ("bfloat16", 128, 128, 2, 176, 2, True, 0, "bfloat16"),
+            ("bfloat16", 192, 128, 2, 128, 2, True, 0, "bfloat16"),
+            ("float16", 256, 256, 2, 80, 2, False, 0, "float16"),
+            ("bfloat16", 64, 64, 2, 128, 3, True, ALIBI, "bfloat16"),
+            ("bfloat16", 128, 128, 2, 112, 2, True, SOFTCAP, "bfloat16"),
+            ("bfloat16", 128, 128, 2, 112, 2, True, BIAS, "float32"),
+            ("float16", 256, 256, 2, 64, 2, False, SOFTCAP | ALIBI | BIAS, "float16"),
         )
     ],
     min_arch=90,
     max_arch=90,
     params=PARAMS,
+    spills={"sm_90a": 24},
+)
+
+
+_TEMPLATE_8BIT = ("head_dim", "head_dim_v", "consumers", "block_n", "stages", "turns", "out_dtype")
+SM90_8BIT = KernelSpec(
+    source="attention_sm90_8bit.cu",
+    entry="rawops::attention_sm90_8bit",
+    template=_TEMPLATE_8BIT,
+    choices={
+        **{name: SM90.choices[name] for name in ("head_dim", "head_dim_v", "consumers")},
+        "block_n": (64, 96, 128, 160, 192, 224, 256),
+        "stages": (2, 3),
+        "turns": (False, True),
+        "out_dtype": SM90.choices["out_dtype"],
+    },
+    smoke=[
+        dict(zip(_TEMPLATE_8BIT, values, strict=True))
+        for values in (
+            (64, 64, 3, 128, 3, True, "bfloat16"),
+            (96, 96, 2, 192, 2, True, "float16"),
+            (128, 128, 2, 192, 2, True, "bfloat16"),
+            (192, 128, 2, 128, 2, True, "float32"),
+            (256, 256, 2, 96, 2, False, "bfloat16"),
+        )
+    ],
+    min_arch=90,
+    max_arch=90,
+    params=PARAMS,
+    spills={"sm_90a": 152},
+)
+SCALES = ParamStruct(
+    "AttentionScales",
+    **dict.fromkeys(("q", "k", "v"), "pointer"),
+    **dict.fromkeys(("q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head"), "int32"),
 )
 
 
@@ -61,11 +116,12 @@ class View(NamedTuple):
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int, int]
     alignment: int
+    itemsize: int = 2
 
 
 @dataclass(frozen=True)
 class Config:
-    """Consumers of 64 rows each, keys of a block, and how many heads go together to share the L2."""
+    """Consumers of 64 rows each, keys of a block, how many heads go together to share the L2, ranges of keys."""
 
     consumers: int
     block_n: int
@@ -74,6 +130,8 @@ class Config:
     section: int
     head_dim: int
     head_dim_v: int
+    splits: int = 1
+    itemsize: int = 2
 
     @property
     def block_m(self) -> int:
@@ -86,33 +144,46 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """The tile of q, the rings of k and v, the barriers, and what the producer tells the consumers."""
-        rings = self.stages * (self.block_n * (self.head_dim + self.head_dim_v) * _ITEMSIZE + 32)
-        return self.block_m * self.head_dim * _ITEMSIZE + rings + 48 + 2 * _BLOCK_BYTES
+        columns = self.head_dim + self.head_dim_v
+        rings = self.stages * (self.block_n * columns * self.itemsize + 32)
+        if self.itemsize == 1:  # values as they come, and transposed
+            rings += self.stages * (self.block_n * self.head_dim_v + 16)
+        slots = 32 + 2 * _TASK_BYTES
+        return self.consumers * (_ROWS * self.head_dim * self.itemsize + 16) + rings + slots
 
 
-def select_config(problem: Problem) -> Config:
-    """Choose the tile and the order of heads; pure arithmetic.
+def select_config(problem: Problem, sm_count: int, num_splits: int | None = None) -> Config:
+    """Choose the tile, the order of heads and the split; pure arithmetic.
 
     More keys at a time pay where rows are long; where they are short or end at a diagonal, a good part of them is
-    wasted.
+    wasted. Scores other than products take registers. Keys are split where tiles alone would leave SMs idle.
     """
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    wide = max(d, dv)
-    if wide == 128:
-        block_n = 176 if problem.seqlen_k >= _LONG and not problem.is_masked else 128
+    wide, is_plain, itemsize = max(d, dv), not problem.score, 1 if problem.dtype == FLOAT8 else 2
+    if itemsize == 1:
+        block_n = _KEYS_8BIT[wide]
     else:
-        block_n = {64: 128, 96: 176, 192: 128 if dv <= 128 else 112, 256: 80}[wide]
-    section = section_of(problem.seqlen_k, d + dv) * problem.group
-    return Config(3 if wide == 64 else 2, block_n, 2, wide < 256, section, d, dv)
+        block_n = (_KEYS if is_plain else _KEYS_SCORED)[wide]
+        if wide == 128 and is_plain and problem.seqlen_k >= _LONG and not problem.is_masked:
+            block_n = 176
+        elif wide == 192 and dv <= 128:
+            block_n += 16
+    consumers = 3 if wide == 64 and is_plain else 2
+    section = section_of(problem.seqlen_k, (d + dv) * itemsize // 2) * problem.group
+    stages = 3 if wide == 64 else 2
+    config = Config(consumers, block_n, stages, wide < 256, section, d, dv, itemsize=itemsize)
+    if num_splits is None:
+        num_splits = splits_for(_tiles(problem, config), -(-problem.seqlen_k // block_n), sm_count)
+    return replace(config, splits=num_splits)
 
 
 def section_of(rows: int, columns: int) -> int:
-    """Return how many KV heads go together, of whose operands that many rows and columns stay in the L2."""
-    return max(1, _L2_BYTES // max(rows * columns * _ITEMSIZE, 1))
+    """Return how many KV heads go together, of whose operands that many rows and columns of 16 bits stay in the L2."""
+    return max(1, _L2_BYTES // max(rows * columns * 2, 1))
 
 
-def supports(device, problem: Problem, views: Mapping[str, View], splits: int) -> bool:
-    """Tell whether the kernel can run a problem, and is the one to do so: Hopper, 16 bits, plain scores, many rows.
+def supports(device, problem: Problem, views: Mapping[str, View]) -> bool:
+    """Tell whether the kernel can run a problem, and is the one to do so: Hopper, 16 bits, no dropout, many rows.
 
     Parameters
     ----------
@@ -120,15 +191,16 @@ def supports(device, problem: Problem, views: Mapping[str, View], splits: int) -
     problem : Problem
     views : mapping of str to View
         "q", "k", "v" and "out".
-    splits : int
-        Ranges of keys that another kernel would have blocks of their own for.
     """
-    if not SM90.exists_on(device.capability) or problem.score or problem.dtype not in SM90.choices["dtype"]:
+    is_wide = problem.dtype != FLOAT8
+    if not SM90.exists_on(device.capability) or problem.dtype not in (*SM90.choices["dtype"], FLOAT8):
         return False
-    if problem.head_dim % 8 or problem.head_dim_v % 8 or not all(movable(view) for view in views.values()):
+    if problem.score not in (SM90.choices["score"] if is_wide else (0,)):
         return False
-    few = 3 * _tiles(problem, select_config(problem)) < 2 * device.sm_count
-    return problem.seqlen_q > _ROWS and problem.seqlen_k > 0 and not (few and splits > 1)
+    quantum = 16 // views["q"].itemsize
+    if problem.head_dim % quantum or problem.head_dim_v % quantum or not all(movable(x) for x in views.values()):
+        return False
+    return problem.seqlen_k > 0 and (problem.seqlen_q > _ROWS or not is_wide)
 
 
 @dataclass(frozen=True)
@@ -142,28 +214,28 @@ class Plan:
     maps: Callable[[int, int, int], bytes]  # from the addresses of q, k and v
     wants_counter: bool
 
-    def run(self, q: int, k: int, v: int, params: bytes, taken: int) -> None:
-        """Launch; `params` is the AttentionParams that all attention kernels take, `taken` a counter's address or 0."""
-        values = (self.maps(q, k, v), params, self.config.section, taken)
+    def run(self, q: int, k: int, v: int, params: bytes, scales: bytes, taken: int) -> None:
+        """Launch; `params` is the AttentionParams that all attention kernels take, `taken` a counter's address or 0.
+
+        `scales` are AttentionScales with float8, else nothing.
+        """
+        values = (self.maps(q, k, v), params, *([scales] if scales else []), self.config.section, taken)
         self.kernel.launch(self.grid, (self.config.threads, 1, 1), values, self.config.shared_bytes)
 
 
-def plan(device, problem: Problem, views: Mapping[str, View]) -> Plan:
+def plan(device, problem: Problem, views: Mapping[str, View], out_dtype: str, num_splits: int | None) -> Plan:
     """Prepare a problem that `supports` accepts; the same arguments.
 
-    The shape in the parameters has the plan's ``row_tiles``, and 1 for ``packed`` and ``splits``.
+    The shape in the parameters has the plan's ``row_tiles`` and ``config.splits``, and 1 for ``packed``. With more than
+    one split, out and lse are float32, a part after the other.
     """
-    config = select_config(problem)
-    kernel = SM90.kernel(
-        device,
-        dtype=problem.dtype,
-        head_dim=config.head_dim,
-        head_dim_v=config.head_dim_v,
-        consumers=config.consumers,
-        block_n=config.block_n,
-        stages=config.stages,
-        turns=config.turns,
-    )
+    config = select_config(problem, device.sm_count, num_splits)
+    choices = {name: getattr(config, name) for name in _TEMPLATE_8BIT[:-1]}
+    choices["out_dtype"] = out_dtype if config.splits == 1 else "float32"
+    if config.itemsize == 1:
+        kernel = SM90_8BIT.kernel(device, **choices)
+    else:
+        kernel = SM90.kernel(device, **choices, dtype=problem.dtype, score=problem.score)
     describe = [
         map_of(problem.dtype, views["q"], _ROWS, config.head_dim),
         map_of(problem.dtype, views["k"], config.block_n, config.head_dim),
@@ -175,7 +247,7 @@ def plan(device, problem: Problem, views: Mapping[str, View]) -> Plan:
     def maps(*addresses: int) -> bytes:
         return b"".join(encode(d(address)) for d, address in zip(describe, addresses, strict=True))
 
-    tiles = _tiles(problem, config)
+    tiles = _tiles(problem, config) * config.splits
     blocks = min(tiles, device.sm_count)
     # Of two tiles a block, there and back is as good an order as any, and equal ones need none.
     uneven = (problem.is_masked or problem.varlen) and tiles > 2 * blocks
@@ -189,21 +261,21 @@ def _tiles(problem: Problem, config: Config) -> int:
 
 def movable(x: View) -> bool:
     """Tell whether TMA can read a tensor, and threads write it 16 bytes at a time."""
-    steps = [stride * _ITEMSIZE for extent, stride in zip(x.shape[:3], x.strides[:3], strict=True) if extent > 1]
+    steps = [stride * x.itemsize for extent, stride in zip(x.shape[:3], x.strides[:3], strict=True) if extent > 1]
     return x.strides[3] == 1 and x.alignment == 0 and all(0 < s < 2**40 and s % 16 == 0 for s in steps)
 
 
 def map_of(dtype: str, x: View, rows: int, head_dim: int) -> Callable[[int], TensorMap]:
     """Return a function from a tensor's address to its map, whose boxes are `rows` rows of one head."""
-    swizzle = 128 if head_dim % 64 == 0 else 64
+    swizzle = next(span for span in (128, 64, 32) if head_dim * x.itemsize % span == 0)
     sequences, length, heads, columns = x.shape
     # an axis of one entry may have any stride, which the driver would not take
-    steps = [s * _ITEMSIZE if n > 1 else 16 for n, s in zip(x.shape[:3], x.strides[:3], strict=True)]
+    steps = [s * x.itemsize if n > 1 else 16 for n, s in zip(x.shape[:3], x.strides[:3], strict=True)]
     return functools.partial(
         TensorMap,
         dtype=dtypes.numpy(dtype),
         shape=(1, sequences, heads, length, columns),
-        strides=(16, steps[0], steps[2], steps[1], _ITEMSIZE),
-        box=(1, 1, 1, rows, swizzle // _ITEMSIZE),
+        strides=(16, steps[0], steps[2], steps[1], x.itemsize),
+        box=(1, 1, 1, rows, swizzle // x.itemsize),
         swizzle=swizzle,
     )

@@ -43,6 +43,9 @@ def flash_attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     out=None,
+    scale_q=None,
+    scale_k=None,
+    scale_v=None,
     dropout_p: float = 0.0,
     dropout_seed=None,
     dropout_offset=0,
@@ -56,7 +59,8 @@ def flash_attention(
     Parameters
     ----------
     q : array (batch, seqlen_q, num_heads, head_dim)
-        float16 or bfloat16; float32 runs too, slowly, for checks. Any strides; rows on 16-byte boundaries are fastest.
+        float16 or bfloat16; float32 runs too, slowly, for checks; float8_e4m3fn on Hopper, see Notes. Any strides; rows
+        on 16-byte boundaries are fastest.
     k : array (batch, seqlen_k, num_kv_heads, head_dim)
         num_kv_heads divides num_heads: query head h reads KV head ``h // (num_heads // num_kv_heads)``, uncopied.
     v : array (batch, seqlen_k, num_kv_heads, head_dim_v)
@@ -81,6 +85,8 @@ def flash_attention(
         Return the logarithm of each row's sum of exponentials too.
     out : array (batch, seqlen_q, num_heads, head_dim_v), optional
         Where the result goes; of q's dtype. Where it overlaps an input, the result is computed aside and copied.
+    scale_q, scale_k, scale_v : array () or (heads,) or (batch, heads), optional
+        float32, what float8 operands are multiplied by, one for each of their heads; 1 if left out.
     dropout_p : float
         From 0 to under 1, in steps of 2^-16: the share of weights that become 0; the others are divided by the share
         that stays. `lse` is of all weights.
@@ -108,9 +114,13 @@ def flash_attention(
     Products accumulate in float32, as do maximum, sum and result of each row; the weights are rounded to the inputs'
     dtype for the product with v. Nothing synchronises, no atomics: the same call gives the same bits. A NaN or an
     infinity at a hidden key stays hidden. To capture it in a CUDA graph, use `FlashAttention` with ``out=``.
+
+    q, k and v of float8_e4m3fn give bfloat16, or float16 with an ``out`` of it. Weights are then rounded to float8,
+    after they were multiplied by up to 256, which its range has room for; the tensor cores add products of float8 with
+    about 14 bits. It takes causality and windows, and rows of multiples of 16 bytes, on Hopper.
     """
     options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
-    operands = (q, k, v, out, None, alibi_slopes, bias, None, None)
+    operands = (q, k, v, out, None, alibi_slopes, bias, None, None, scale_q, scale_k, scale_v)
     return _run(operands, dropout_seed, dropout_offset, "flash_attention", options)
 
 
@@ -131,6 +141,9 @@ def flash_attention_varlen(
     num_splits: int | None = None,
     return_lse: bool = False,
     out=None,
+    scale_q=None,
+    scale_k=None,
+    scale_v=None,
     dropout_p: float = 0.0,
     dropout_seed=None,
     dropout_offset=0,
@@ -152,6 +165,8 @@ def flash_attention_varlen(
     dropout_p, dropout_seed, dropout_offset
         As for `flash_attention`; queries and keys count from the start of their sequence.
     out : array (total_q, num_heads, head_dim_v), optional
+    scale_q, scale_k, scale_v : array () or (heads,) or (batch, heads), optional
+        For float8, as for `flash_attention`.
 
     Returns
     -------
@@ -166,7 +181,7 @@ def flash_attention_varlen(
     up to the longest. With ``RAWOPS_CHECK=1`` they are checked, which waits for the device.
     """
     options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
-    operands = (q, k, v, out, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k)
+    operands = (q, k, v, out, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k, scale_q, scale_k, scale_v)
     layout = Layout(max_seqlen_q, max_seqlen_k)
     return _run(operands, dropout_seed, dropout_offset, "flash_attention_varlen", options, layout)
 
@@ -299,8 +314,23 @@ class FlashAttention:
         self._attention = Attention("FlashAttention", checked("FlashAttention", options), workspaces={})
         (self._slopes,), _ = arrays.take("FlashAttention", alibi_slopes=alibi_slopes)
 
-    def __call__(self, q, k, v, *, bias=None, out=None, lse=None, dropout_seed=None, dropout_offset=0):
+    def __call__(
+        self,
+        q,
+        k,
+        v,
+        *,
+        bias=None,
+        out=None,
+        lse=None,
+        scale_q=None,
+        scale_k=None,
+        scale_v=None,
+        dropout_seed=None,
+        dropout_offset=0,
+    ):
         """Run on q, k and v as `flash_attention`; lse (batch, num_heads, seqlen_q) is C-contiguous float32."""
         attention = self._attention
         dropout = dropout_of("FlashAttention", attention.options.dropout_p, dropout_seed, dropout_offset)
-        return attention((q, k, v, out, lse, self._slopes, bias, None, None), dropout)
+        operands = (q, k, v, out, lse, self._slopes, bias, None, None, scale_q, scale_k, scale_v)
+        return attention(operands, dropout)

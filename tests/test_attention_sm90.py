@@ -26,8 +26,8 @@ def force(monkeypatch):
     """Fix the keys of a tile and the number of blocks: few blocks walk over many tiles, short rings wrap often."""
 
     def fix(block_n: int, blocks: int = 2, section: int = 1, counter: bool = True, **changes) -> None:
-        def chosen(problem):
-            return dataclasses.replace(select(problem), block_n=block_n, section=section, **changes)
+        def chosen(*arguments):
+            return dataclasses.replace(select(*arguments), block_n=block_n, section=section, **changes)
 
         def planned(*arguments):
             found = plan(*arguments)
@@ -57,7 +57,8 @@ def check(device, inputs: tuple, **options) -> None:
     q, k, v = inputs
     out = device.guarded((*q.shape[:-1], v.shape[-1]), q.dtype)
     _, lse = flash_attention(*(in_nan(device, x) for x in inputs), **options, return_lse=True, out=out)
-    assert ran_on_hopper(device, "attention_sm90")
+    assert ran_on_hopper(device, "attention_merge" if options.pop("num_splits", 1) > 1 else "attention_sm90")
+    assert not any("attention_sm80" in run.kernel for run in device.report)
     want, want_lse = references.attention(q, k, v, **options)
     magnitude, _ = references.attention(q, k, np.abs(v.astype(np.float64)), **options)
     assert_close(device.get(out), want, q.dtype, k=ROUNDOFFS[q.dtype.name], magnitude=magnitude)
@@ -232,28 +233,101 @@ def test_any_order_of_completion(force, rng, consumers):
         np.testing.assert_array_equal(results[0].view(np.uint16), other.view(np.uint16))
 
 
+# --- scores, ranges of keys -----------------------------------------------------------------------------------------
+
+SCORES = {
+    "softcap": {"softcap": 1.5},
+    "softcap, scale": {"softcap": 30.0, "softmax_scale": 2.0},
+    "scale 0": {"softmax_scale": 0.0},
+    "negative scale": {"softmax_scale": -0.5},
+    "slopes of heads": {"alibi_slopes": (2,)},
+    "slopes of sequences": {"alibi_slopes": (2, 2)},
+    "bias": {"bias": (2, 2, 70, 130)},
+    "bias of keys, softcap": {"bias": (130,), "softcap": 3.0},
+    "all": {"bias": (2, 1, 70, 1), "softcap": 3.0, "alibi_slopes": (2,)},
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(hopper, force, rng, name):
+    """Every kind of score under a mask, tiles that end past the last row, blocks that end past the last key."""
+    force(48 if "scale" in name else 64)
+    options = dict(SCORES[name])
+    for array in {"alibi_slopes", "bias"} & options.keys():
+        dtype = np.float32 if array == "alibi_slopes" else FLOAT16
+        options[array] = rng.uniform(-1.0, 1.0, options[array]).astype(dtype)
+    inputs = operands(rng, B=2, Sq=70, Sk=130, Hq=2, Hkv=1)
+    placed = {n: hopper.put(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    out, lse = flash_attention(*map(hopper.put, inputs), causal=True, return_lse=True, **placed)
+    assert ran_on_hopper(hopper, "attention_sm90")
+    want, want_lse = references.attention(*inputs, causal=True, **options)
+    assert_close(hopper.get(out), want, FLOAT16, k=2**13, magnitude=4.0)
+    assert_close(hopper.get(lse), want_lse, np.float32, k=64, magnitude=10.0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, FLOAT16])
+def test_bias_that_hides(hopper, force, rng, dtype):
+    """A bias of minus infinity hides keys, and whole rows; what lies round the bias is not read."""
+    force(64)
+    inputs = operands(rng, Sq=70, Sk=100)
+    room = np.full((72, 104), np.nan, dtype)
+    room[1:71, 2:102] = rng.standard_normal((70, 100))
+    room[1:71, 2:102][:, 10:30] = -np.inf
+    room[1:71, 2:102][5] = -np.inf
+    bias = hopper.put(room)[1:71, 2:102]
+    out, lse = map(hopper.get, flash_attention(*map(hopper.put, inputs), bias=bias, return_lse=True))
+    want, want_lse = references.attention(*inputs, bias=room[1:71, 2:102])
+    assert_close(out, want, FLOAT16, k=2**13, magnitude=4.0)
+    assert_close(lse, want_lse, np.float32, k=64, magnitude=10.0)
+    assert (out[0, 5] == 0).all() and (lse[0, 0, 5] == -np.inf).all()
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize("mask", ["none", "causal, rows without keys", "window"])
+def test_ranges_of_keys(hopper, force, rng, mask, splits):
+    """Ranges that hold no key of a tile, too: what they leave is not read."""
+    Sq, Sk, options = MASKS[mask]
+    force(48, blocks=3, splits=splits)
+    check(hopper, operands(rng, B=2, Sq=Sq, Sk=Sk, D=40, Dv=72), **options, num_splits=splits)
+
+
+def test_ranges_of_keys_of_sequences(hopper, force, rng):
+    """Each sequence in ranges of its own."""
+    force(48)
+    lengths, bounds = [70, 3, 100], np.array([0, 70, 73, 173], np.int32)
+    q, k, v = (rng.standard_normal((173, 2, 64)).astype(FLOAT16) for _ in range(3))
+    arrays = map(hopper.put, (q, k, v, bounds, bounds))
+    out = hopper.get(flash_attention_varlen(*arrays, 100, 100, causal=True, num_splits=2))
+    for b in range(len(lengths)):
+        rows = slice(*bounds[b : b + 2])
+        want, _ = references.attention(q[None, rows], k[None, rows], v[None, rows], causal=True)
+        assert_close(out[rows], want[0], FLOAT16, k=2**13, magnitude=4.0)
+
+
+def test_few_tiles_split_their_keys():
+    """Ranges that leave waves of blocks nearly full; none where tiles do."""
+
+    def splits(length_q, length_k, heads=8):
+        return sm90.select_config(Problem("bfloat16", 1, length_q, length_k, heads, heads, 128, 128), 132).splits
+
+    assert splits(128, 1 << 16) == 15
+    assert splits(4096, 4096, 32) == splits(128, 128) == 1
+
+
 # --- what runs elsewhere, and the choice of tiles -------------------------------------------------------------------
 
 
 def test_what_the_kernel_cannot_do_runs_elsewhere(rng):
-    """Scores of another kind, rows that TMA cannot read, odd heads, few rows, a given split: the same answer."""
+    """Rows that TMA cannot read, odd heads, few rows: the same answer."""
     q, k, v = operands(rng)
     odd = np.zeros((1, 70, 1, 65), FLOAT16)[..., :64]
     odd[...] = q
-    calls = [
-        ((q, k, v), {"softcap": 2.0}),
-        ((q, k, v), {"softmax_scale": -0.5}),
-        ((odd, k, v), {}),
-        ((q[..., :60], k[..., :60], v), {}),
-        ((q[:, :64], k, v), {}),
-        ((q, k, v), {"num_splits": 2}),
-    ]
     with rawops.emulate(arch="sm_90a") as emu:
-        for inputs, options in calls:
+        for inputs in ((odd, k, v), (q[..., :60], k[..., :60], v), (q[:, :64], k, v)):
             count = len(emu.report)
-            out = flash_attention(*inputs, **options)
+            out = flash_attention(*inputs)
             assert not any("attention_sm90" in run.kernel for run in emu.report[count:])
-            want, _ = references.attention(*inputs, **{n: x for n, x in options.items() if n != "num_splits"})
+            want, _ = references.attention(*inputs)
             assert_close(out, want, FLOAT16, k=2**13, magnitude=4.0)
 
 
@@ -261,20 +335,21 @@ def test_every_choice_fits():
     for D, Dv, right in itertools.product((8, 64, 96, 128, 136, 256), (40, 64, 128, 192), (0, UNLIMITED)):
         for dtype, Sk in itertools.product(("float16", "bfloat16"), (1, 4096, 1 << 20)):
             problem = Problem(dtype, 2, 4096, Sk, 32, 8, D, Dv, window_right=right)
-            config = sm90.select_config(problem)
+            config = sm90.select_config(problem, 132)
             assert config.shared_bytes <= MAX_SHARED_BYTES
             assert config.section % problem.group == 0
-            for name, values in sm90.SM90.choices.items():
-                assert getattr(config, name, dtype) in values
+            for name in ("head_dim", "head_dim_v", "consumers", "block_n", "stages", "turns"):
+                assert getattr(config, name) in sm90.SM90.choices[name]
 
 
 def test_heads_of_a_section_fit_the_l2():
-    config = sm90.select_config(Problem("bfloat16", 2, 8192, 8192, 32, 32, 128, 128, window_right=0))
+    config = sm90.select_config(Problem("bfloat16", 2, 8192, 8192, 32, 32, 128, 128, window_right=0), 132)
     assert config.section == 8  # of 4 MB each
 
 
 def test_long_rows_take_wide_blocks_of_keys():
     def block_n(length, right=UNLIMITED):
-        return sm90.select_config(Problem("bfloat16", 1, length, length, 32, 32, 128, 128, window_right=right)).block_n
+        problem = Problem("bfloat16", 1, length, length, 32, 32, 128, 128, window_right=right)
+        return sm90.select_config(problem, 132).block_n
 
     assert (block_n(1024), block_n(8192), block_n(8192, 0)) == (128, 176, 128)

@@ -134,6 +134,27 @@ def test_checks_of_values(device, rng, monkeypatch):
             flash_attention_varlen(**put(device, wrong))
 
 
+OUTSIDE = {
+    "past the end": [0, 40, 900],
+    "far past": [0, 40, 2**31 - 1],
+    "negative": [-9, 40, 70],
+    "falling": [0, 90, 40],
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_bounds_outside_the_storage(device, rng, name, side):
+    """Without the check of values: what is in the storage is used, and nothing else is touched."""
+    inputs = varlen(rng, [40, 30], [40, 30], D=64 if side == "q" else 40)
+    wrong = np.array(OUTSIDE[name], np.int32)
+    got = flash_attention_varlen(**put(device, inputs | {f"cu_seqlens_{side}": wrong}), causal=side == "k")
+    kept = np.clip(wrong, 0, 70)
+    want, _ = reference(inputs | {f"cu_seqlens_{side}": kept}, causal=side == "k")
+    known = slice(None) if name != "falling" or side == "k" else slice(0, 40)  # sequences overlap there
+    assert_close(device.get(got)[known], want[known], np.float16, k=ROUNDOFFS["float16"], magnitude=4.0)
+
+
 WRONG = {
     "bounds": (TypeError, "cu_seqlens_k must be an array, got None", {"cu_seqlens_k": None}),
     "bounds dtype": (TypeError, "cu_seqlens_q must have dtype int32", {"cu_seqlens_q": np.zeros(3, np.int64)}),

@@ -15,12 +15,6 @@ __device__ inline int made_anew(int x) {
     return x;
 }
 
-// The sign bits of the halves that are infinite or NaN.
-template <class T> __device__ inline uint32_t nonfinite_halves(uint32_t pair) {
-    constexpr uint32_t kUnit = is_same<T, __half> ? 0x04000400 : 0x00800080;  // the exponent's last bit
-    return ((pair & 0x7fff7fff) + kUnit) & 0x80008000;
-}
-
 // What all threads of a block know alike. In shared memory it costs the main loop no registers.
 template <class T, template <class> class Rows> struct AttentionWork {
     AttentionBlock block;
@@ -123,15 +117,19 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int row = row_of(r);
-            const float sum = quad_sum(softmax.sum[r]);
+            const float sum = quad_sum(softmax.sum[r]), dropped = kDrops ? shape.dropout.scale : 1.0f;
+            const float factor = sum == 0.0f ? 0.0f : dropped / sum;
+            const bool by_quads = sizeof(Out) == 2 && shape.out_pairs == 2;
+            if constexpr (sizeof(Out) == 2) {
+                if (by_quads) write_quads(row, acc[r / 2], r % 2 * 2, factor);
+            }
             if (row > work.last) continue;
             if (params.call.lse && lane % 4 == 0) {
                 params.call.lse[block.split * shape.lse_split + block.batch * shape.lse_batch +
                                 head_of(row) * shape.lse_head + block.q_begin + query(row)] =
                     log_sum(softmax.max[r], sum);
             }
-            const float factor = kDrops ? shape.dropout.scale : 1.0f;
-            write_row(out_row(row), acc[r / 2], r % 2 * 2, sum == 0.0f ? 0.0f : factor / sum);
+            if (!by_quads) write_row(out_row(row), acc[r / 2], r % 2 * 2, factor);
         }
         __syncthreads();
         if (work.has_cleared) add_nonfinite();
@@ -310,7 +308,26 @@ private:
         }
     }
 
-    // Elements e and e + 1 of each atom, times `factor`.
+    // Elements e and e + 1 of each atom, times `factor`, where the row exists: lanes of a quad exchange what they have, so
+    // that each writes 16 bytes.
+    __device__ void write_quads(int row, const float (&values)[ATOMS_V][4], int e, float factor) const {
+        Out* out = out_row(row) + made_anew(lane % 4 * 8);
+#pragma unroll
+        for (int group = 0; group < ATOMS_V / 4; ++group) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float(&pair)[4] = values[group * 4 + i];
+                words[i] = pack_pair<Out>(pair[e] * factor, pair[e + 1] * factor);
+            }
+            transpose_quad(words, lane);
+            if (row <= work.last && group * 32 + lane % 4 * 8 < params.shape.head_dim_v) {
+                *reinterpret_cast<uint4*>(out + group * 32) = {words[0], words[1], words[2], words[3]};
+            }
+        }
+    }
+
+    // The same, each lane for itself, in a row that exists.
     __device__ void write_row(Out* out, const float (&values)[ATOMS_V][4], int e, float factor) const {
         const AttentionShape& shape = params.shape;
         const int first_col = made_anew(lane % 4 * 2);

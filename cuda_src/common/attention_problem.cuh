@@ -47,13 +47,13 @@ struct AttentionShape {  // kept by a plan, but for dropout
     int64_t alibi_batch, block_table_batch;
     int batches, heads, group, packed;  // heads: of q; group: query heads that share a KV head; packed: 1 or group
     int seqlen_q, seqlen_k;  // the longest ones with cu_seqlens
-    int total_q;             // rows that q has, with cu_seqlens
+    int total_q, total_keys;    // rows that q and k have, with cu_seqlens
     int head_dim, head_dim_v;
     int row_tiles, splits;         // of a head and sequence
     int window_left, window_right; // 2^30, more than any length: unlimited; causal is window_right = 0
     int page_shift;                // log2 of the page size
     int bias_is_float;             // else it has the type of q
-    int out_pairs;                 // two elements of out can be written at once
+    int out_pairs;                 // 1: two elements of out can be written at once; 2: 16 bytes
     float scale;     // plain scores: softmax_scale * log2(e); with softcap: softmax_scale / softcap
     float softcap;   // softcap * log2(e)
     AttentionDropout dropout;
@@ -93,15 +93,16 @@ struct AttentionBlock {
         q_len = shape.seqlen_q;
         k_len = shape.seqlen_k;
         if (call.cu_seqlens_q) {
-            q_begin = call.cu_seqlens_q[batch];
-            q_len = (batch < shape.batches ? call.cu_seqlens_q[batch + 1] : shape.total_q) - q_begin;
+            q_begin = clamp(call.cu_seqlens_q[batch], 0, shape.total_q);
+            const int end = batch < shape.batches ? call.cu_seqlens_q[batch + 1] : shape.total_q;
+            q_len = clamp(end, q_begin, shape.total_q) - q_begin;
         }
         if (batch >= shape.batches) {
             k_len = 0;
             batch = 0;  // what is read of per-sequence arrays must exist
         } else if (call.cu_seqlens_k) {
-            k_begin = call.cu_seqlens_k[batch];
-            k_len = call.cu_seqlens_k[batch + 1] - k_begin;
+            k_begin = clamp(call.cu_seqlens_k[batch], 0, shape.total_keys);
+            k_len = clamp(call.cu_seqlens_k[batch + 1], k_begin, shape.total_keys) - k_begin;
         }
         if (call.seqlens_k && k_len > 0) k_len = min_of(k_len, call.seqlens_k[batch]);
     }

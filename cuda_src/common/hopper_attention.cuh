@@ -3,14 +3,23 @@
 //   warpgroup 0, one thread   TMA:   q --> its tile; k, v --> two rings of stages
 //   the other warpgroups      wgmma: S = q @ k^T, softmax in registers, O += P @ v, O / l --> out; 64 rows each
 //
-// A consumer issues S of the next keys before O += P @ v of these, so that its softmax runs beside the latter; and
-// consumers take turns at issuing, so that one multiplies while another is at its softmax. Keys come from last to
-// first: the masked blocks of a causal tile, and those that are not whole, are the first ones.
+// A consumer issues S of the next keys before O += P @ v of these, so that its softmax runs beside the latter; S of the
+// next tile, too, so that O is written while it is under way. Consumers take turns at issuing, so that one multiplies
+// while another is at its softmax. Keys come from last to first: the masked blocks of a causal tile, and those that are
+// not whole, are the first ones.
 #pragma once
 #include "hopper_attention_rows.cuh"
 #include "hopper_attention_tile.cuh"
 
 namespace rawops {
+
+// What 16-bit operands are multiplied by beside the scale of all scores.
+struct NoScales {
+    __device__ void set(AttentionTask&, const AttentionParams&) const {}
+};
+
+// Of values of 8 bits; hopper_attention_8bit.cuh.
+template <class Tile> __device__ void transpose_values(const AttentionExchange<Tile>& exchange);
 
 // The producer: one thread that keeps the rings full.
 template <class Tile> class AttentionProducer {
@@ -19,17 +28,19 @@ public:
                                  const AttentionExchange<Tile>& exchange_)
         : maps(maps_), params(params_), exchange(exchange_) {}
 
-    __device__ void run(const AttentionSchedule<false>& schedule) {
+    template <class Scales> __device__ void run(const AttentionSchedule<false>& schedule, const Scales& scales) {
         RingPosition<2> slot_work;
 #pragma unroll 1
         for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
             // One tile, but for sequences that are longer than stated, and the rows past the last one.
 #pragma unroll 1
             for (int further = 0;; further += params.shape.row_tiles) {
-                AttentionBlock& work = exchange.work.next(slot_work);
-                work = schedule.at(index);
+                AttentionTask& work = exchange.work.next(slot_work);
+                static_cast<AttentionBlock&>(work) = schedule.at(index);
                 work.tile += further;
                 if (work.tile * Tile::BLOCK_M >= work.rows(params.shape)) break;
+                work.plan<Tile>(params);
+                scales.set(work, params);
                 exchange.work.put(slot_work);
                 load(work);
             }
@@ -43,18 +54,20 @@ private:
     const AttentionParams& params;
     const AttentionExchange<Tile>& exchange;
     RingPosition<Tile::STAGES> slot_k, slot_v;
-    RingPosition<1> slot_q;
+    uint32_t phase_q = 0;
 
-    __device__ void load(const AttentionBlock& work) {
-        const KeyBlocks blocks = KeyBlocks::of<Tile>(params.shape, work);
-        if (blocks.first == blocks.end) return;
+    __device__ void load(const AttentionTask& work) {
+        const KeyBlocks blocks = work.keys;
+        if (!work.has_keys()) return;
         const int batch = params.call.cu_seqlens_q ? 0 : work.batch;
         const TensorCoordinates keys = {0, work.k_begin, work.kv_head, batch, 0};
         auto load_k = [&](int block) {
             load_keys<Tile::BOX, Tile::BOXES>(exchange.k, exchange.k_barriers, slot_k, maps.k, keys, block);
         };
         auto load_v = [&](int block) {
-            load_keys<Tile::BOX_V, Tile::BOXES_V>(exchange.v, exchange.v_barriers, slot_v, maps.v, keys, block);
+            const uint32_t ring = Tile::kBytes ? exchange.raw : exchange.v;
+            const auto& barriers = Tile::kBytes ? exchange.raw_barriers : exchange.v_barriers;
+            load_keys<Tile::BOX_V, Tile::BOXES_V>(ring, barriers, slot_v, maps.v, keys, block);
         };
         load_k(blocks.end - 1);
         load_q({0, work.q_begin + work.tile * Tile::BLOCK_M, work.head, batch, 0});
@@ -67,25 +80,26 @@ private:
     }
 
     __device__ void load_q(TensorCoordinates from) {
-        barrier_wait(exchange.q_barriers.empty(0), slot_q.phase ^ 1);
-        barrier_arrive_expect(exchange.q_barriers.full(0), Tile::CONSUMERS * Tile::Q_BYTES);
 #pragma unroll
         for (int i = 0; i < Tile::CONSUMERS; ++i, from.at[1] += 64) {
-            load_rows<64, Tile::BOX, Tile::BOXES>(exchange.q + i * Tile::Q_BYTES, maps.q, from,
-                                                  exchange.q_barriers.full(0));
+            barrier_wait(exchange.q_barriers.empty(i), phase_q ^ 1);
+            barrier_arrive_expect(exchange.q_barriers.full(i), Tile::Q_BYTES);
+            load_rows<64, Tile::BOX, Tile::BOXES, Tile::ITEM>(exchange.q + i * Tile::Q_BYTES, maps.q, from,
+                                                              exchange.q_barriers.full(i));
         }
-        slot_q.advance();
+        phase_q ^= 1;
     }
 
     template <int BOX, int BOXES>
     __device__ void load_keys(uint32_t ring, const RingBarriers<Tile::STAGES>& barriers,
                               RingPosition<Tile::STAGES>& slot, const TensorMap& map, TensorCoordinates from,
                               int block) {
-        constexpr int BYTES = Tile::BLOCK_N * BOX * BOXES * 2;
+        constexpr int BYTES = Tile::BLOCK_N * BOX * BOXES * Tile::ITEM;
         barrier_wait(barriers.empty(slot.stage), slot.phase ^ 1);
         barrier_arrive_expect(barriers.full(slot.stage), BYTES);
         from.at[1] += block * Tile::BLOCK_N;
-        load_rows<Tile::BLOCK_N, BOX, BOXES>(ring + slot.stage * BYTES, map, from, barriers.full(slot.stage));
+        load_rows<Tile::BLOCK_N, BOX, BOXES, Tile::ITEM>(ring + slot.stage * BYTES, map, from,
+                                                         barriers.full(slot.stage));
         slot.advance();
     }
 };
@@ -94,7 +108,7 @@ private:
 template <class Tile> class AttentionConsumer {
 public:
     using T = typename Tile::T;
-    using Softmax = OnlineSoftmax<Tile::kLags>;
+    using Softmax = OnlineSoftmax<Tile::kLags, Tile::kBytes ? 8 : 0>;  // e4m3 counts to 448
 
     __device__ AttentionConsumer(const AttentionParams& params_, const AttentionExchange<Tile>& exchange_, int number_)
         : params(params_), exchange(exchange_), number(number_), thread(threadIdx.x % kWarpGroupSize) {
@@ -106,84 +120,143 @@ public:
         RingPosition<2> slot_work;
 #pragma unroll 1
         while (true) {
-            const AttentionBlock& work = exchange.work.take(slot_work);
+            const AttentionTask& work = exchange.work.take(slot_work);
             if (uniform(work.tile) < 0) break;
-            run(work);
-            sync();
-            exchange.work.release(slot_work, leads());
+            if (uniform(work.has_keys())) {
+                run_on(slot_work);
+            } else {
+                typename Tile::Output o;
+                set_zero(o);
+                store(work, o, Softmax());
+                release_work(slot_work);
+            }
         }
     }
 
 private:
-    __device__ void run(const AttentionBlock& work) {
-        const KeyBlocks blocks = KeyBlocks::of<Tile>(params.shape, work);
-        const int first_row = work.tile * Tile::BLOCK_M + number * 64;
-        const int row = first_row + thread / kWarpSize * 16 + thread % kWarpSize / 4;
-        const KeyBlocks uncut = KeyBlocks::uncut<Tile>(params, work);
-        const KeyBlocks whole = {ceil_div(work.visible(params.shape, first_row + 63).begin, Tile::BLOCK_N),
-                                 work.visible(params.shape, first_row).end / Tile::BLOCK_N};  // seen by all rows
-        const float scale = params.shape.scale;
-        auto mask = [&](typename Tile::Scores& s, int block) {
-            if (whole.has(block)) return;
-            const KeyRange visible[2] = {work.visible(params.shape, row), work.visible(params.shape, row + 8)};
-            mask_scores(s, visible, block * Tile::BLOCK_N + thread % 4 * 2);
-        };
-
-        Softmax softmax;
+    // Works through tiles that have keys, up to one that has none. The scores of a tile's first keys are made beside the
+    // last product with values of the tile before it.
+    __device__ void run_on(RingPosition<2>& slot_work) {
+        typename Tile::Scores s;
+        typename Tile::Weights p;
         typename Tile::Output o;
-#pragma unroll
-        for (int i = 0; i < Tile::DV / 2; ++i) o[i] = 0;
-        if (blocks.first < blocks.end) {
-            typename Tile::Scores s;
-            typename Tile::Weights p;
-            float correction[2];
-            barrier_wait(exchange.q_barriers.full(0), slot_q.phase);
-            slot_q.advance();
-            barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase);
-            multiply_keys(s);
-            bool is_tainted = !uncut.has(blocks.end - 1) && find_nonfinite(slot_v);
-            wgmma_wait<0>();
-            hold(s);
-            release(exchange.k_barriers, slot);
-            mask(s, blocks.end - 1);
-            softmax.add(s, scale, correction);
-            narrow_weights<T>(p, s);
+        Softmax softmax;
+        float correction[2];
+        int block = uniform(exchange.work.at(slot_work).keys.end) - 1;
+        bool is_last = block == uniform(exchange.work.at(slot_work).keys.first);
+        bool accumulates = false;  // there is something in o
+        await_q();
+        barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase);
+        multiply_keys(s);
+        bool is_tainted = is_cut(exchange.work.at(slot_work), block) && find_nonfinite(slot);
+        wgmma_wait<0>();
+        hold(s);
+        release_keys(is_last);
+        if (Tile::kScore != 0 || !exchange.work.at(slot_work).plain.has(block)) {
+            finish_scores(s, exchange.work.at(slot_work), block);
+        }
+        softmax.add(s, scale_of(exchange.work.at(slot_work)), correction);
+        AttentionAtom<T>::narrow(p, s);
 #pragma unroll 1
-            for (int block = blocks.end - 1;;) {
-                if (uniform(is_tainted)) take_nonfinite(o, work, row, block);
-                if (--block < blocks.first) break;
-                barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase);
-                await_turn();
-                multiply_keys(s);
-                barrier_wait(exchange.v_barriers.full(slot_v.stage), slot_v.phase);
-                multiply_values(o, p);
-                end_turn();
-                RingPosition<Tile::STAGES> next = slot_v;
-                next.advance();
-                is_tainted = !uncut.has(block) && find_nonfinite(next);
-                wgmma_wait<1>();
-                hold(s);
-                release(exchange.k_barriers, slot);
-                mask(s, block);
-                const bool moves = softmax.add(s, scale, correction);
+        while (true) {
+            if (uniform(is_tainted)) {
+                if (!accumulates) set_zero(o);
+                accumulates = true;
+                take_nonfinite(o, exchange.work.at(slot_work), block);
+            }
+            const bool turns_over = is_last;
+            bool stops = false;
+            if (turns_over) stops = !goes_on_after(slot_work);
+            if (uniform(stops)) break;  // said again, since the compiler forgets it over the wait in between
+            if (turns_over) await_q();
+            barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase);
+            await_turn();
+            multiply_keys(s);
+            multiply_values(o, p, accumulates);
+            end_turn();
+            // While the products run; afterwards, shared memory is too far away.
+            const AttentionTask& work = exchange.work.at(turns_over ? after(slot_work) : slot_work);
+            block = (turns_over ? uniform(work.keys.end) : block) - 1;
+            is_last = block == uniform(work.keys.first);
+            const bool is_plain = uniform(work.plain.has(block));
+            is_tainted = !is_plain && is_cut(work, block) && find_nonfinite(slot);
+            wgmma_wait<1>();
+            hold(s);
+            release_keys(is_last);
+            if (turns_over) {
                 wgmma_wait<0>();
                 hold(o);
-                release(exchange.v_barriers, slot_v);
-                if (moves) {
-#pragma unroll
-                    for (int i = 0; i < Tile::DV / 2; ++i) o[i] *= correction[i / 2 % 2];
-                }
-                narrow_weights<T>(p, s);
+                finish(slot_work, o, softmax);
+                softmax = Softmax();
             }
-            if (leads()) barrier_arrive(exchange.q_barriers.empty(0));
-            barrier_wait(exchange.v_barriers.full(slot_v.stage), slot_v.phase);
-            multiply_values(o, p);
-            softmax.complete();
+            if (Tile::kScore != 0 || !is_plain) finish_scores(s, work, block);
+            const bool moves = softmax.add(s, scale_of(work), correction);
             wgmma_wait<0>();
             hold(o);
-            release(exchange.v_barriers, slot_v);
+            release_values(before(before(slot)));
+            accumulates = !turns_over;
+            if (moves) {
+#pragma unroll
+                for (int i = 0; i < Tile::DV / 2; ++i) o[i] *= correction[i / 2 % 2];
+            }
+            AttentionAtom<T>::narrow(p, s);
         }
-        store(work, o, softmax, row);
+        multiply_values(o, p, accumulates);
+        wgmma_wait<0>();
+        hold(o);
+        release_values(before(slot));
+        finish(slot_work, o, softmax);
+    }
+
+    // Whether some row misses a key of a block that is in memory.
+    __device__ bool is_cut(const AttentionTask& work, int block) const {
+        return !work.plain.has(block) && !KeyBlocks::uncut<Tile>(params, work).has(block);
+    }
+    __device__ bool goes_on_after(const RingPosition<2>& slot_work) const {
+        const AttentionTask& work = exchange.work.take(after(slot_work));
+        return uniform(work.tile >= 0 ? work.keys.end - work.keys.first : 0) > 0;
+    }
+    __device__ void await_q() {
+        barrier_wait(exchange.q_barriers.full(number), phase_q);
+        phase_q ^= 1;
+    }
+
+    // Writes a tile and lets go of it.
+    __device__ void finish(RingPosition<2>& slot_work, const typename Tile::Output& o, Softmax& softmax) const {
+        softmax.complete();
+        store(exchange.work.at(slot_work), o, softmax);
+        release_work(slot_work);
+    }
+
+    static __device__ void set_zero(typename Tile::Output& o) {
+#pragma unroll
+        for (int i = 0; i < Tile::DV / 2; ++i) o[i] = 0;
+    }
+
+    // The first of the thread's two rows.
+    __device__ int row_of(const AttentionBlock& work) const {
+        return work.tile * Tile::BLOCK_M + number * 64 + thread / kWarpSize * 16 + thread % kWarpSize / 4;
+    }
+
+    __device__ float scale_of(const AttentionTask& work) const {
+        return Tile::kBytes ? work.scale : Tile::kScore == 0 ? params.shape.scale : 1.0f;
+    }
+
+    // Scores of a block out of its products, and its mask.
+    __device__ void finish_scores(typename Tile::Scores& s, const AttentionTask& work, int block) const {
+        const int column = block * Tile::BLOCK_N + thread % 4 * 2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = row_of(work) + half * 8;
+            const KeyRange visible = work.visible(params.shape, row);
+            if constexpr (Tile::kScore == 0) {
+                mask_scores(s, half, visible, column);
+            } else {  // the last row stands for those that do not exist
+                const int existing = min_of(row, work.rows(params.shape) - 1);
+                const RowScore<T, Tile::kScore> score(params, work, existing, work.head);
+                make_scores(s, half, score, visible, column);
+            }
+        }
     }
 
     const AttentionParams& params;
@@ -192,8 +265,8 @@ private:
     static constexpr int kAllId = 4, kFirstId = 5;
 
     const int number, thread;
-    RingPosition<Tile::STAGES> slot, slot_v;
-    RingPosition<1> slot_q;
+    RingPosition<Tile::STAGES> slot;  // of keys
+    uint32_t phase_q = 0;
 
     __device__ bool leads() const { return thread == 0; }
     __device__ void sync() const { sync_group<kWarpGroupSize>(kFirstId + number); }
@@ -205,9 +278,17 @@ private:
             arrive_group<2 * kWarpGroupSize>(1 + (number + 1 == Tile::CONSUMERS ? 0 : number + 1));
         }
     }
-    __device__ void release(const RingBarriers<Tile::STAGES>& barriers, RingPosition<Tile::STAGES>& at) const {
-        if (leads()) barrier_arrive(barriers.empty(at.stage));
-        at.advance();
+    __device__ void release_work(RingPosition<2>& at) const {
+        sync();
+        exchange.work.release(at, leads());
+    }
+    __device__ void release_values(const RingPosition<Tile::STAGES>& at) const {
+        barrier_arrive_if(leads(), exchange.v_barriers.empty(at.stage));
+    }
+    __device__ void release_keys(bool with_q) {
+        barrier_arrive_if(leads(), exchange.k_barriers.empty(slot.stage));
+        slot.advance();
+        barrier_arrive_if(with_q && leads(), exchange.q_barriers.empty(number));
     }
 
     // Issues s = q @ k^T.
@@ -217,23 +298,25 @@ private:
         const uint64_t k = Operand::descriptor(exchange.k + slot.stage * Tile::K_BYTES);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < Tile::D / 16; ++step) {
-            const int box = step * 16 / Tile::BOX, within = step * 16 % Tile::BOX * 2;
-            Wgmma<Tile::BLOCK_N>::template multiply<T, true, true>(
+        for (int byte = 0; byte < Tile::D * Tile::ITEM; byte += 32) {
+            const int box = byte / Tile::SPAN, within = byte % Tile::SPAN;
+            AttentionAtom<T>::template multiply_keys<Tile::BLOCK_N>(
                 s, q + (box * 64 * Tile::SPAN + within >> 4), k + (box * Tile::BLOCK_N * Tile::SPAN + within >> 4),
-                step > 0);
+                byte > 0);
         }
         wgmma_commit();
     }
 
-    // Issues o += p @ v.
-    __device__ void multiply_values(typename Tile::Output& o, const typename Tile::Weights& p) const {
+    // Issues o += p @ v, or o = p @ v, with the values that go with the keys before those of `slot`.
+    __device__ void multiply_values(typename Tile::Output& o, const typename Tile::Weights& p, bool accumulates) const {
         using Operand = typename Tile::OperandV;
-        const uint64_t v = Operand::descriptor(exchange.v + slot_v.stage * Tile::V_BYTES);
+        const RingPosition<Tile::STAGES> at = before(slot);
+        const uint64_t v = Operand::descriptor(exchange.v + at.stage * Tile::V_BYTES);
+        barrier_wait(exchange.v_barriers.full(at.stage), at.phase);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < Tile::BLOCK_N / 16; ++step) {
-            Wgmma<Tile::DV>::template multiply<T, false>(o, p[step], Operand::advance(v, 0, step), true);
+        for (int step = 0; step < Tile::BLOCK_N * Tile::ITEM / 32; ++step) {
+            AttentionAtom<T>::template multiply_values<Tile>(o, p[step], v, step, step > 0 || accumulates);
         }
         wgmma_commit();
     }
@@ -249,69 +332,66 @@ private:
         for (int i = 0; i < Tile::V_BYTES; i += kWarpGroupSize * 16) {
             if (Tile::V_BYTES % (kWarpGroupSize * 16) != 0 && i + thread * 16 >= Tile::V_BYTES) break;
             const uint4 words = load_quad(tile + i);
-            found |= nonfinite_halves<T>(words.x) | nonfinite_halves<T>(words.y) | nonfinite_halves<T>(words.z) |
-                     nonfinite_halves<T>(words.w);
+            found |= nonfinite_mask<T>(words.x) | nonfinite_mask<T>(words.y) | nonfinite_mask<T>(words.z) | nonfinite_mask<T>(words.w);
         }
         return sync_group_or<kWarpGroupSize>(kFirstId + number, found);
     }
 
     // Adds such values of the coming stage to the rows that see them, and leaves zeros for the product.
-    __device__ void take_nonfinite(typename Tile::Output& o, const AttentionBlock& work, int row, int block) const {
-        const uint32_t tile = exchange.v + slot_v.stage * Tile::V_BYTES;
+    __device__ void take_nonfinite(typename Tile::Output& o, const AttentionBlock& work, int block) const {
+        const int row = row_of(work);
+        const uint32_t tile = exchange.v + before(slot).stage * Tile::V_BYTES;
         const KeyRange visible[2] = {work.visible(params.shape, row), work.visible(params.shape, row + 8)};
 #pragma unroll 1
         for (int key = 0; key < Tile::BLOCK_N; ++key) {
             const int at = block * Tile::BLOCK_N + key;
 #pragma unroll
             for (int i = 0; i < Tile::DV / 2; i += 4) {
-                const int col = i * 2, box = col / Tile::BOX_V, chunk = col % Tile::BOX_V / 8;
-                const uint32_t word = load_word(tile + box * Tile::BLOCK_N * Tile::SPAN_V +
-                                                swizzled_offset<Tile::SPAN_V>(key, chunk) + thread % 4 * 4);
-                const uint32_t halves = nonfinite_halves<T>(word);
-                const float2 values = widen_pair<T>(word);
+                const float2 values = AttentionAtom<T>::template nonfinite_pair<Tile>(tile, key, i * 2, thread);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     if (at < visible[half].begin || at >= visible[half].end) continue;
-                    if (halves & 0x8000) o[i + half * 2] += values.x;
-                    if (halves & 0x80000000) o[i + half * 2 + 1] += values.y;
+                    o[i + half * 2] += values.x;
+                    o[i + half * 2 + 1] += values.y;
                 }
             }
         }
         sync_group<Tile::CONSUMERS * kWarpGroupSize>(kAllId);
 #pragma unroll 1
         for (int i = number * kWarpGroupSize + thread; i < Tile::V_BYTES / 4; i += Tile::CONSUMERS * kWarpGroupSize) {
-            const uint32_t word = load_word(tile + i * 4), halves = nonfinite_halves<T>(word) >> 15;
-            store_word(tile + i * 4, word & ~(halves * 0xffff));
+            const uint32_t word = load_word(tile + i * 4);
+            store_word(tile + i * 4, word & ~nonfinite_mask<T>(word));
         }
         fence_async_proxy();
         sync_group<Tile::CONSUMERS * kWarpGroupSize>(kAllId);
     }
 
     // Writes the rows that exist, and the logarithms of their sums.
-    __device__ void store(const AttentionBlock& work, const typename Tile::Output& o, const Softmax& softmax,
-                          int row) const {
+    __device__ void store(const AttentionTask& work, const typename Tile::Output& o, const Softmax& softmax) const {
         const AttentionShape& shape = params.shape;
-        const int lane = thread % kWarpSize;
+        const int row = row_of(work), lane = thread % kWarpSize;
         const int rows = work.rows(shape);
-        T* out = static_cast<T*>(params.call.out) + work.batch * shape.out.batch + work.head * shape.out.head;
+        auto* out = static_cast<typename Tile::Out*>(params.call.out) + work.split * shape.out_split +
+                    work.batch * shape.out.batch + work.head * shape.out.head;
         float factor[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int at = row + half * 8;
             const float sum = softmax.sum[half];
-            factor[half] = sum == 0 ? 0 : 1 / sum;
+            factor[half] = sum == 0 ? 0 : (Tile::kBytes ? work.scale_v : 1.0f) / sum;
             if (params.call.lse && lane % 4 == 0 && at < rows) {
-                params.call.lse[work.batch * shape.lse_batch + work.head * shape.lse_head + work.q_begin + at] =
-                    sum == 0 ? -infinity() : (softmax.base[half] + log2f(sum)) * kLn2;
+                params.call.lse[work.split * shape.lse_split + work.batch * shape.lse_batch +
+                                work.head * shape.lse_head + work.q_begin + at] =
+                    sum == 0 ? -infinity() : (softmax.base[half] - Softmax::kGain + log2f(sum)) * kLn2;
             }
         }
         store_rows(o, factor, out + work.q_begin * shape.out.row, shape.out.row, row, rows, shape.head_dim_v, lane);
     }
 };
 
-template <class Tile>
-__device__ inline void run_attention(const AttentionMaps& maps, const AttentionParams& params, int section,
-                                     int* taken) {
+template <class Tile, class Scales = NoScales>
+__device__ inline void run_attention(const AttentionMaps& maps, const AttentionParams& params, int section, int* taken,
+                                     const Scales& scales = Scales()) {
     extern __shared__ __align__(1024) char shared[];
     const AttentionExchange<Tile> exchange(shared);
     if (threadIdx.x == 0) {
@@ -326,7 +406,8 @@ __device__ inline void run_attention(const AttentionMaps& maps, const AttentionP
     if (group == 0) {
         release_registers<Tile::PRODUCER_REGISTERS>();
         const AttentionSchedule<false> schedule(params, section, taken);
-        if (threadIdx.x == 0) AttentionProducer<Tile>(maps, params, exchange).run(schedule);
+        if (threadIdx.x == 0) AttentionProducer<Tile>(maps, params, exchange).run(schedule, scales);
+        if (Tile::kBytes && threadIdx.x >= kWarpSize) transpose_values<Tile>(exchange);
     } else {
         claim_registers<Tile::REGISTERS>();
         AttentionConsumer<Tile>(params, exchange, group - 1).run();

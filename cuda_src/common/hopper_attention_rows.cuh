@@ -1,23 +1,19 @@
 // Accumulators of wgmma as rows of scores, weights and output: lane l holds columns 8 * j + l % 4 * 2 and the one after
 // of rows l / 4 (elements 4 * j, 4 * j + 1) and l / 4 + 8 (the two after).
 #pragma once
-#include "attention_problem.cuh"
+#include "attention_score.cuh"
 #include "wgmma.cuh"
 
 namespace rawops {
 
-// 2 ** x, with 0 for what float32 has no normal number for.
-__device__ inline float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+__device__ inline float exp2_approx(float x) { return exp2_fast(x); }
 
 // The softmax of a thread's two rows, r and r + 8, as the blocks of keys come in. Weights are 2 ** (score - base), where
 // `base` is the row's maximum; or it may lag behind by up to kLag, so that most blocks leave it alone, while weights
 // stay small enough for float16.
-template <bool kLags> struct OnlineSoftmax {
-    static constexpr float kLag = 8;
+// All weights are 2 ** kGain times as large, where their type has room for it.
+template <bool kLags, int kGain_ = 0> struct OnlineSoftmax {
+    static constexpr float kLag = 8, kGain = kGain_;
     // From here on, base is so coarse that a product has to be rounded as it was: fused with the difference, it would
     // give the weight of the maximum an error of its own.
     static constexpr float kFar = 4096;
@@ -41,10 +37,10 @@ template <bool kLags> struct OnlineSoftmax {
             most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 1));
             most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 2)) * scale;
             const bool is_new = most[0] > base[half] + (kLags ? kLag : 0);
-            correction[half] = is_new ? exp2_approx(base[half] - most[0]) : 1;
+            correction[half] = is_new ? exp2_fast(base[half] - most[0]) : 1;
             if (is_new) base[half] = most[0];
             moves |= is_new;
-            const float shift = base[half] == -infinity() ? 0 : base[half];  // a row that sees no key yet
+            const float shift = base[half] == -infinity() ? 0 : base[half] - kGain;  // -inf: it sees no key yet
             float factor = scale;
             if (__any_sync(~0u, fabsf(shift) > kFar)) {
                 factor = 1;
@@ -60,7 +56,7 @@ template <bool kLags> struct OnlineSoftmax {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     float& x = s[i + half * 2 + j];
-                    x = exp2_approx(fmaf(x, factor, -shift));
+                    x = exp2_fast(fmaf(x, factor, -shift));
                     total[j] += x;
                 }
             }
@@ -79,19 +75,33 @@ template <bool kLags> struct OnlineSoftmax {
     }
 };
 
-// Minus infinity for the keys of a block that a row does not see. `column`: the key of s[0].
+// Minus infinity for the keys of a block that a row does not see. `column`: the key of s[0]; `half`: 0 for the thread's
+// first row, 1 for its second.
 template <int COUNT>
-__device__ inline void mask_scores(float (&s)[COUNT], const KeyRange (&visible)[2], int column) {
+__device__ inline void mask_scores(float (&s)[COUNT], int half, const KeyRange& visible, int column) {
+    const uint32_t width = max_of(visible.end - visible.begin, 0);
+    const int offset = column - visible.begin;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const uint32_t width = max_of(visible[half].end - visible[half].begin, 0);
-        const int offset = column - visible[half].begin;
+    for (int i = 0; i < COUNT; i += 4) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i += 4) {
+        for (int j = 0; j < 2; ++j) {
+            if (uint32_t(offset + i * 2 + j) >= width) s[i + half * 2 + j] = -infinity();
+        }
+    }
+}
+
+// Scores out of products, minus infinity for keys that the row does not see.
+template <class Score, int COUNT>
+__device__ inline void make_scores(float (&s)[COUNT], int half, const Score& score, const KeyRange& visible,
+                                   int column) {
+    const uint32_t width = max_of(visible.end - visible.begin, 0);
+    const int offset = column - visible.begin;
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                if (uint32_t(offset + i * 2 + j) >= width) s[i + half * 2 + j] = -infinity();
-            }
+    for (int i = 0; i < COUNT; i += 4) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float& x = s[i + half * 2 + j];
+            x = uint32_t(offset + i * 2 + j) < width ? score(x, column, i * 2 + j) : -infinity();
         }
     }
 }
@@ -103,20 +113,28 @@ __device__ inline void narrow_weights(uint32_t (&p)[COUNT / 8][4], const float (
     for (int i = 0; i < COUNT / 2; ++i) p[i / 4][i % 4] = narrow_pair<T>(s[i * 2], s[i * 2 + 1]);
 }
 
-// r[j] of lane t of each quad becomes r[t] of lane j.
-__device__ inline void transpose_quad(uint32_t (&r)[4], int lane) {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-        const bool upper = lane & step;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & step) continue;
-            const uint32_t other = __shfl_xor_sync(~0u, upper ? r[i] : r[i | step], step);
-            if (upper) r[i] = other;
-            else r[i | step] = other;
-        }
+// How 16-bit operands are multiplied, and what of them is not finite; hopper_attention_8bit.cuh has those of 8 bits.
+template <class T> struct AttentionAtom {
+    template <int COUNT> static __device__ void narrow(uint32_t (&p)[COUNT / 8][4], const float (&s)[COUNT]) {
+        narrow_weights<T>(p, s);
     }
-}
+    template <int N> static __device__ void multiply_keys(float (&s)[N / 2], uint64_t q, uint64_t k, bool accumulates) {
+        Wgmma<N>::template multiply<T, true, true>(s, q, k, accumulates);
+    }
+    template <class Tile>
+    static __device__ void multiply_values(typename Tile::Output& o, const uint32_t (&p)[4], uint64_t v, int step,
+                                           bool accumulates) {
+        Wgmma<Tile::DV>::template multiply<T, false>(o, p, Tile::OperandV::advance(v, 0, step), accumulates);
+    }
+    // Of a key's values in columns `col` + thread % 4 * 2 and the next one, those that are not finite, else 0.
+    template <class Tile>
+    static __device__ float2 nonfinite_pair(uint32_t tile, int key, int col, int thread) {
+        const int box = col / Tile::BOX_V, chunk = col % Tile::BOX_V / 8;
+        const uint32_t word = load_word(tile + box * Tile::BLOCK_N * Tile::SPAN_V +
+                                        swizzled_offset<Tile::SPAN_V>(key, chunk) + thread % 4 * 4);
+        return widen_pair<T>(word & nonfinite_mask<T>(word));
+    }
+};
 
 // Writes accumulators times their row's factor, where rows and columns exist. `row`: the first one of the thread.
 template <class T, int COUNT>
@@ -142,10 +160,23 @@ __device__ inline void store_rows(const float (&acc)[COUNT], const float (&facto
     }
 }
 
-// The sign bits of the halves that are infinite or NaN.
-template <class T> __device__ inline uint32_t nonfinite_halves(uint32_t pair) {
-    constexpr uint32_t kUnit = is_same<T, __half> ? 0x04000400 : 0x00800080;  // the exponent's last bit
-    return ((pair & 0x7fff7fff) + kUnit) & 0x80008000;
+// The same in float32, as two columns a thread.
+template <int COUNT>
+__device__ inline void store_rows(const float (&acc)[COUNT], const float (&factor)[2], float* out, int64_t row_stride,
+                                  int row, int rows, int cols, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int at = row + half * 8;
+#pragma unroll
+        for (int i = 0; i < COUNT / 4; ++i) {
+            const int col = i * 8 + lane % 4 * 2;
+            if (at < rows && col < cols) {
+                const float* values = acc + i * 4 + half * 2;
+                *reinterpret_cast<float2*>(out + at * row_stride + col) = {values[0] * factor[half],
+                                                                           values[1] * factor[half]};
+            }
+        }
+    }
 }
 
 }  // namespace rawops

@@ -6,38 +6,54 @@
 
 namespace rawops {
 
-// D and DV: head sizes of q and k, and of v, that are paid for; TMA fills what the arrays lack with zeros.
-template <class T_, int D_, int DV_, int CONSUMERS_, int BLOCK_N_, int STAGES_, bool kTurns_> struct HopperAttention {
+// The widest swizzle that divides a row.
+__host__ __device__ constexpr int span_of(int bytes) { return bytes % 128 == 0 ? 128 : bytes % 64 == 0 ? 64 : 32; }
+
+// D and DV: head sizes of q and k, and of v, that are paid for; TMA fills what the arrays lack with zeros. kScore: how
+// scores are made. Out is float for the partial results of ranges of keys.
+template <class T_, int D_, int DV_, int CONSUMERS_, int BLOCK_N_, int STAGES_, bool kTurns_, int kScore_ = 0,
+          class Out_ = T_>
+struct HopperAttention {
     using T = T_;
+    using Out = Out_;
+    static constexpr int kScore = kScore_;
     static constexpr int D = D_, DV = DV_, CONSUMERS = CONSUMERS_, BLOCK_N = BLOCK_N_, STAGES = STAGES_;
     static constexpr bool kTurns = kTurns_;
-    static constexpr bool kLags = DV > 128;  // narrower output is rescaled in less time than it takes to ask
+    static constexpr int ITEM = sizeof(T);
+    static constexpr bool kBytes = ITEM == 1;  // float8: with scales, and values transposed; see hopper_attention_8bit
+    static constexpr bool kLags = DV > 128 && !kBytes;  // narrower output is rescaled in less time than it takes to ask
     static constexpr int BLOCK_M = 64 * CONSUMERS, THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     // Boxes of TMA are as wide as the swizzle.
-    static constexpr int SPAN = D % 64 == 0 ? 128 : 64, BOX = SPAN / 2, BOXES = D / BOX;
-    static constexpr int SPAN_V = DV % 64 == 0 ? 128 : 64, BOX_V = SPAN_V / 2, BOXES_V = DV / BOX_V;
-    using OperandK = WgmmaOperand<true, BOX, SPAN>;  // and q
-    using OperandV = WgmmaOperand<false, BLOCK_N, SPAN_V>;
+    static constexpr int SPAN = span_of(D * ITEM), BOX = SPAN / ITEM, BOXES = D / BOX;
+    static constexpr int SPAN_V = span_of(DV * ITEM), BOX_V = SPAN_V / ITEM, BOXES_V = DV / BOX_V;
+    static constexpr int SPAN_T = span_of(BLOCK_N);  // values transposed: boxes of all columns and as many keys
+    using OperandK = WgmmaOperand<true, BOX, SPAN, ITEM>;  // and q
+    using OperandV = typename Choose<kBytes, WgmmaOperand<true, SPAN_T, SPAN_T, 1>,
+                                     WgmmaOperand<false, BLOCK_N, SPAN_V>>::Type;
     using Scores = float[BLOCK_N / 2];
     using Output = float[DV / 2];
-    using Weights = uint32_t[BLOCK_N / 16][4];
+    using Weights = uint32_t[BLOCK_N * ITEM / 32][4];
 
-    static constexpr int Q_BYTES = 64 * D * 2;  // of a consumer
-    static constexpr int K_BYTES = BLOCK_N * D * 2, V_BYTES = BLOCK_N * DV * 2;
+    static constexpr int Q_BYTES = 64 * D * ITEM;  // of a consumer
+    static constexpr int K_BYTES = BLOCK_N * D * ITEM, V_BYTES = BLOCK_N * DV * ITEM;
     static constexpr int K_AT = CONSUMERS * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
-    static constexpr int BARRIERS_AT = V_AT + STAGES * V_BYTES;
-    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 48;  // barriers of q and of the slots
+    static constexpr int RAW_AT = V_AT + STAGES * V_BYTES;  // values before they are transposed
+    static constexpr int BARRIERS_AT = RAW_AT + kBytes * STAGES * V_BYTES;
+    static constexpr int WORK_AT = BARRIERS_AT + (2 + kBytes) * RingBarriers<STAGES>::BYTES +
+                                   RingBarriers<CONSUMERS>::BYTES + RingBarriers<2>::BYTES;
     static constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, REGISTERS = CONSUMERS == 3 ? 160 : 232;
+    static constexpr int TRANSPOSERS = kBytes ? 3 : 0;  // warps
 
     static_assert(DV % 32 == 0, "a quad stores four eighths of 64 bytes");
-    static_assert(K_BYTES % 1024 == 0 && V_BYTES % 1024 == 0, "tiles start where the swizzle does");
+    static_assert(Q_BYTES % 1024 == 0 && K_BYTES % 1024 == 0 && V_BYTES % 1024 == 0, "tiles start where the swizzle does");
+    static_assert(!kBytes || (kScore == 0 && BLOCK_N % 32 == 0), "what float8 does");
 };
 
 struct AttentionMaps {
     TensorMap q, k, v;  // axes: 1, sequence, head, row, column
 };
 
-// Heads go in sections whose operands stay in the L2 together. Within a section, the longest tiles come first: under
+// Heads (times ranges of keys) go in sections whose operands stay in the L2 together. Within a section, the longest tiles come first: under
 // causality the last ones of queries, and the first ones of keys (kFirstLongest).
 template <bool kFirstLongest> class AttentionSchedule {
 public:
@@ -45,7 +61,7 @@ public:
 
     __device__ AttentionSchedule(const AttentionParams& params_, int section_, int* taken_)
         : count((params_.shape.batches + (params_.call.cu_seqlens_q != nullptr)) * params_.shape.row_tiles *
-                (params_.shape.heads / params_.shape.packed)),
+                params_.shape.splits * (params_.shape.heads / params_.shape.packed)),
           params(params_),
           section(section_),
           taken(taken_) {}
@@ -100,16 +116,34 @@ struct KeyBlocks {
     __device__ bool has(int block) const { return block >= first && block < end; }
 };
 
+// A branch would keep the compiler from mixing what comes before with what comes after.
+__device__ inline void barrier_arrive_if(bool arrives, uint32_t barrier) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%1];\n}" ::"r"(
+                     uint32_t(arrives)),
+                 "r"(barrier)
+                 : "memory");
+}
+
+template <int STAGES> __device__ inline RingPosition<STAGES> after(RingPosition<STAGES> position) {
+    position.advance();
+    return position;
+}
+template <int STAGES> __device__ inline RingPosition<STAGES> before(RingPosition<STAGES> position) {
+    position.phase ^= position.stage == 0;
+    position.stage = position.stage == 0 ? STAGES - 1 : position.stage - 1;
+    return position;
+}
+
 // How the consumers learn from the producer what comes next: two places, so that it can be ahead by one. Consumers read
 // where it lies, which keeps their registers for tiles.
-struct WorkSlots {
-    static constexpr int BYTES = 2 * sizeof(AttentionBlock);
-    AttentionBlock* places;
+template <class Work> struct WorkRing {
+    static constexpr int BYTES = 2 * sizeof(Work);
+    Work* places;
     RingBarriers<2> barriers;
 
     __device__ void init(int consumers) const { barriers.init(consumers); }
 
-    __device__ AttentionBlock& next(const RingPosition<2>& at) const {
+    __device__ Work& next(const RingPosition<2>& at) const {
         barrier_wait(barriers.empty(at.stage), at.phase ^ 1);
         return places[at.stage];
     }
@@ -117,47 +151,68 @@ struct WorkSlots {
         barrier_arrive(barriers.full(at.stage));
         at.advance();
     }
-    __device__ const AttentionBlock& take(const RingPosition<2>& at) const {
+    __device__ const Work& take(const RingPosition<2>& at) const {
         barrier_wait(barriers.full(at.stage), at.phase);
         return places[at.stage];
+    }
+    __device__ const Work& at(const RingPosition<2>& position) const {  // that has been taken
+        return places[position.stage];
     }
     __device__ void release(RingPosition<2>& at, bool leads) const {
         if (leads) barrier_arrive(barriers.empty(at.stage));
         at.advance();
     }
 };
+using WorkSlots = WorkRing<AttentionBlock>;
+
+// A tile of queries and its blocks of keys. For those of `plain`, which all rows see, nothing else needs to be known.
+struct AttentionTask : AttentionBlock {
+    KeyBlocks keys, plain;
+    float scale, scale_v;  // float8: of the products, and of the values
+
+    template <class Tile> __device__ void plan(const AttentionParams& params) {
+        const int row = tile * Tile::BLOCK_M;
+        keys = KeyBlocks::of<Tile>(params.shape, *this);
+        plain = {ceil_div(visible(params.shape, row + Tile::BLOCK_M - 1).begin, Tile::BLOCK_N),
+                 visible(params.shape, row).end / Tile::BLOCK_N};
+    }
+    __device__ bool has_keys() const { return keys.first < keys.end; }
+};
 
 template <class Tile> struct AttentionExchange {
-    uint32_t q, k, v;
-    RingBarriers<Tile::STAGES> k_barriers, v_barriers;
-    RingBarriers<1> q_barriers;
-    WorkSlots work;
+    uint32_t q, k, v, raw;
+    RingBarriers<Tile::STAGES> k_barriers, v_barriers, raw_barriers;
+    RingBarriers<Tile::CONSUMERS> q_barriers;  // of each consumer's rows
+    WorkRing<AttentionTask> work;
 
     __device__ explicit AttentionExchange(char* shared)
         : q(shared_address(shared)),
           k(q + Tile::K_AT),
           v(q + Tile::V_AT),
+          raw(q + Tile::RAW_AT),
           k_barriers{q + Tile::BARRIERS_AT},
           v_barriers{k_barriers.base + k_barriers.BYTES},
-          q_barriers{v_barriers.base + v_barriers.BYTES},
-          work{reinterpret_cast<AttentionBlock*>(shared + Tile::WORK_AT), {q_barriers.base + q_barriers.BYTES}} {}
+          raw_barriers{v_barriers.base + Tile::kBytes * v_barriers.BYTES},
+          q_barriers{raw_barriers.base + raw_barriers.BYTES},
+          work{reinterpret_cast<AttentionTask*>(shared + Tile::WORK_AT), {q_barriers.base + q_barriers.BYTES}} {}
 
     // By one thread; a __syncthreads() must follow.
     __device__ void init() const {
         k_barriers.init(Tile::CONSUMERS);
-        v_barriers.init(Tile::CONSUMERS);
-        q_barriers.init(Tile::CONSUMERS);
-        work.init(Tile::CONSUMERS);
+        v_barriers.init(Tile::CONSUMERS, max_of(Tile::TRANSPOSERS, 1));
+        if (Tile::kBytes) raw_barriers.init(Tile::TRANSPOSERS);
+        q_barriers.init(1);
+        work.init(Tile::CONSUMERS + Tile::TRANSPOSERS);
     }
 };
 
 // Starts the copies of ROWS rows from `from` on, box after box.
-template <int ROWS, int BOX, int BOXES>
+template <int ROWS, int BOX, int BOXES, int ITEM = 2>
 __device__ inline void load_rows(uint32_t destination, const TensorMap& map, TensorCoordinates from, uint32_t full) {
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) {
         from.at[0] = box * BOX;
-        tma_load(destination + box * ROWS * BOX * 2, map, from, full);
+        tma_load(destination + box * ROWS * BOX * ITEM, map, from, full);
     }
 }
 
