@@ -50,45 +50,100 @@ SHAPES = [
     ("float64", 4096, 4096, 4096),
 ]
 QUICK = 5
+LARGE = [
+    (8192, 8192, 8192),
+    (4096, 4096, 4096),
+    (2048, 28672, 4096),
+    (2048, 6144, 4096),
+    (2048, 4096, 14336),
+    (512, 28672, 4096),
+]
+FUSED = [("swiglu", 2048, 28672, 4096), ("gelu", 8192, 4096, 4096)]  # the latter with a bias
 
 
-class TorchMM:
-    """torch.mm on the memory of the CuPy arrays, on CuPy's current stream."""
+class Torch:
+    """A function of torch on the memory of the CuPy arrays, on CuPy's current stream."""
 
-    def __init__(self, inputs: list[tuple]) -> None:
+    def __init__(self, inputs: list[tuple], function) -> None:
         self._views = {id(x): self._view(x) for arguments in inputs for x in arguments}
+        self._function = function
 
     @staticmethod
     def _view(x):
         bits = {2: "uint16", 4: "uint32", 8: "uint64"}[x.itemsize]
         return torch.from_dlpack(x.view(bits)).view(getattr(torch, x.dtype.name))
 
-    def __call__(self, a, b, out) -> None:
+    def __call__(self, *arguments) -> None:
         stream = torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)
         with torch.cuda.stream(stream):
-            torch.mm(self._views[id(a)], self._views[id(b)], out=self._views[id(out)])
+            self._function(*(self._views[id(x)] for x in arguments))
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Row-major A times column-major B, as a linear layer stores its weight."""
-    for precision, m, n, k in SHAPES[: QUICK if quick else None]:
-        tf32 = precision == "tf32"
-        dtype = np.dtype("float32" if tf32 else precision)
-        size = (m * k + k * n + m * n) * dtype.itemsize
-        inputs = [
-            (random((m, k), dtype), random((n, k), dtype).T, cupy.empty((m, n), dtype)) for _ in range(rotations(size))
-        ]
-        op = rawops.Gemm(m, n, k, dtype.name, precision="tf32" if tf32 else None)
-        rivals = {"cuBLAS": functools.partial(cublas.gemm, tf32=tf32)}
+    """Row-major A times column-major B, as a linear layer stores its weight; then other layouts, and epilogues."""
+    for shape in SHAPES[: QUICK if quick else None]:
+        yield plain(*shape)
+    if not quick:
+        for layout in ("nn", "tn", "tt"):
+            yield from (plain("bfloat16", *sizes, layout) for sizes in LARGE)
+        yield plain("tf32", 4096, 4096, 4096, "nn")
         if torch is not None:
-            torch.backends.cuda.matmul.allow_tf32 = tf32
-            rivals["torch.mm"] = TorchMM(inputs)
-        yield Case(f"{m} x {n} x {k}", precision, 2.0 * m * n * k, size, inputs, functools.partial(run, op), rivals)
+            yield from (fused(*case) for case in FUSED)
+
+
+def plain(precision: str, m: int, n: int, k: int, layout: str = "nt") -> Case:
+    """A product beside cuBLAS; "n" stands for a row-major operand, "t" for a column-major one."""
+    tf32 = precision == "tf32"
+    dtype = np.dtype("float32" if tf32 else precision)
+    size = (m * k + k * n + m * n) * dtype.itemsize
+    inputs = [
+        (matrix(m, k, layout[0], dtype), matrix(k, n, layout[1], dtype), cupy.empty((m, n), dtype))
+        for _ in range(rotations(size))
+    ]
+    op = rawops.Gemm(m, n, k, dtype.name, precision="tf32" if tf32 else None)
+    rivals = {"cuBLAS": functools.partial(cublas.gemm, tf32=tf32)}
+    if torch is not None:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        rivals["torch.mm"] = Torch(inputs, lambda a, b, out: torch.mm(a, b, out=out))
+    shape = f"{m} x {n} x {k}" + (f" {layout.upper()}" if layout != "nt" else "")
+    return Case(shape, precision, 2.0 * m * n * k, size, inputs, functools.partial(run, op), rivals)
+
+
+def fused(activation: str, m: int, n: int, k: int) -> Case:
+    """A product with an epilogue beside torch, which takes several kernels for it, and our product without."""
+    dtype, cols = np.dtype("bfloat16"), n // 2 if activation == "swiglu" else n
+    size = (m * k + k * n + m * cols) * dtype.itemsize
+    count = rotations(size)
+    inputs = [
+        (random((m, k), dtype), random((n, k), dtype).T, random((1, cols), dtype), cupy.empty((m, cols), dtype))
+        for _ in range(count)
+    ]
+    op, without = rawops.Gemm(m, n, k, "bfloat16", activation=activation), rawops.Gemm(m, n, k, "bfloat16")
+    product = cupy.empty((m, n), dtype)
+    bias = activation == "gelu"
+
+    def ours(a, b, row, out) -> None:
+        op(a, b, bias=row[0] if bias else None, out=out)
+
+    def with_torch(a, b, row, out) -> None:
+        if bias:
+            out.copy_(torch.nn.functional.gelu(torch.addmm(row, a, b)))
+        else:
+            gate, up = torch.mm(a, b).chunk(2, dim=1)
+            torch.mul(torch.nn.functional.silu(gate), up, out=out)
+
+    rivals = {"torch": Torch(inputs, with_torch), "plain product": lambda a, b, row, out: without(a, b, out=product)}
+    shape = f"{m} x {n} x {k}, {'bias, ' if bias else ''}{activation}"
+    return Case(shape, "bfloat16", 2.0 * m * n * k, size, inputs, ours, rivals)
 
 
 def run(op: rawops.Gemm, a, b, out) -> None:
     """The plan's call, in the argument order that all share."""
     op(a, b, out=out)
+
+
+def matrix(rows: int, cols: int, order: str, dtype: np.dtype):
+    return random((rows, cols), dtype) if order == "n" else random((cols, rows), dtype).T
 
 
 def random(shape: tuple[int, int], dtype: np.dtype):

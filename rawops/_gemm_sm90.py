@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from rawops._gemm_maps import encode, k_major, map_of, movable
 from rawops._gemm_sm90_specs import (
+    BIASED,
     CLUSTERS,
     DIRECT,
     LORA,
@@ -33,13 +34,15 @@ _SWIGLU = 5  # Activation in epilogue.cuh
 _SPAN = 128  # bytes of a swizzled row in shared memory, which is a block of K
 _SLAB_BYTES = 4 * 16 * 32 * 4  # of a consumer's warps, for every finish but the plain one
 _MIN_STAGES = 3
-_RASTER_ROWS = 8
+_RASTER_ROWS = 8, 16  # of up to 4096 rows, of more
 
-# Costs in units of one column of one K block: what the tensor cores take for 128 rows of it, 4 cycles. Measured on an
-# H200 with 16 bits at 4096 x 6144 x 4096 with tiles 128, 192 and 256 wide: a K block costs 31 columns more than it
-# has, for the copies of A. A tile costs its epilogue and the start of its main loop.
-_COST_OF_A = 32
-_COST_OF_TILE = 300
+# Costs in units of one column of one K block: what the tensor cores take for 128 rows of it, 4 cycles. Fitted to tiles
+# 128 to 256 wide of six large products on an H200, which they tell to one per cent: a K block costs 4 columns more than
+# it has. A tile costs its epilogue and the start of its main loop.
+_COST_OF_A = 4
+_COST_OF_TILE = {PLAIN: 350, BIASED: 1150, STAGED: 3000, DIRECT: 900}
+_RING_BYTES = 248  # that an SM takes in for a tile of 128 rows
+_STRADDLING_BYTES = 15000  # all SMs, where rows do not begin on lines of 128 bytes
 _MEMORY_BYTES = 9800  # that all SMs together take in from the memory, and
 _SM_BYTES = 180  # one from the L2, twice as much where most others are idle
 _LATENCY = 550  # of a stage under way
@@ -63,11 +66,11 @@ class Problem:
     """What a configuration depends on.
 
     N counts columns of D; `parts` is 2 for swiglu, whose b is twice as wide. `rank` is that of a low-rank part, padded.
-    `grouped`: each of `batches` groups has M rows on average. _gemm_8bit_config.py derives that of 8-bit operands.
+    `grouped`: each of `batches` groups has M rows on average. `straddles`: rows of an operand begin inside lines of 128
+    bytes, so that a row of a box lies in two. _gemm_8bit_config.py derives that of 8-bit operands.
     """
 
     itemsize: ClassVar[int] = 2
-    cost_of_tile: ClassVar[int] = _COST_OF_TILE
     M: int
     N: int
     K: int
@@ -78,6 +81,11 @@ class Problem:
     parts: int = 1
     rank: int = 0
     grouped: bool = False
+    straddles: bool = False
+
+    @property
+    def cost_of_tile(self) -> int:
+        return _COST_OF_TILE[self.finish]
 
     @property
     def k_blocks(self) -> int:
@@ -94,7 +102,8 @@ class Problem:
 
     def widths(self, step: int, block_m: int, cluster: int, ping_pong: bool) -> list[int]:
         """Columns of a tile for which a consumer has registers, multiples of `step`."""
-        widest = 256 if block_m == 64 or not (ping_pong or cluster > 1) else 128 if ping_pong else 192
+        wide = block_m == 64 or not (ping_pong or cluster > 1)
+        widest = 256 if wide else 128 if ping_pong and self.finish not in (PLAIN, BIASED) else 192
         return list(range(step, widest + 1, step))
 
     def row_tiles(self, block_m: int) -> int:
@@ -147,6 +156,10 @@ class Config:
         """Columns of D that a block finishes."""
         return self.block_n // problem.parts // self.cluster
 
+    def pass_cols(self, problem: Problem) -> int:
+        """Columns of D that a consumer stages at a time."""
+        return min(self.share(problem), 32) if self.ping_pong else self.share(problem)
+
     def stage_bytes(self, problem: Problem) -> int:
         """Shared memory of a stage: operands, scales, and the barriers `full` and `empty`."""
         rows = self.block_m + self.block_n + self.rides * problem.rank
@@ -155,10 +168,10 @@ class Config:
     def other_bytes(self, problem: Problem) -> int:
         """Shared memory beside the ring: lora_b, staging tiles and slabs of the consumers, further barriers."""
         share = self.share(problem)
-        staging = 0 if problem.finish == DIRECT else self.rows * share * 2
+        staging = 0 if problem.finish == DIRECT else self.rows * self.pass_cols(problem) * 2
         if problem.rank:
             staging = max(staging, 2 * share * problem.parts * 64)  # sixteen ranks of lora_b in TF32, twice
-        slabs = 0 if problem.finish == PLAIN else _SLAB_BYTES
+        slabs = 0 if problem.finish == PLAIN else 4 * share * problem.parts if problem.finish == BIASED else _SLAB_BYTES
         return problem.rank * share * problem.parts * 2 + self.consumers * (staging + slabs) + 32
 
     def shared_bytes(self, problem: Problem) -> int:
@@ -190,6 +203,7 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
             found += [
                 configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)
                 for width in problem.widths(unit, block_m, cluster, ping_pong)
+                if width < problem.N * problem.parts + unit
             ]
     fitting = [c for c in found if c.stages >= _MIN_STAGES]
     return sorted(fitting, key=lambda c: (c.cost, c.ping_pong, c.cluster, -c.block_n))
@@ -210,7 +224,7 @@ def configure(
     tiles = problem.row_tiles(block_m) * tiles_n
     at_a_time = tiles_at_a_time(cluster, sm_count)
     waves = -(-tiles // at_a_time)
-    bands = -(-tiles_m // _RASTER_ROWS)
+    bands = -(-tiles_m // _RASTER_ROWS[problem.M > 4096])
     blocks = tiles * cluster if cluster > 1 else sm_count if problem.grouped else min(tiles, sm_count)
     config = Config(block_m, block_n, 0, cluster, ping_pong, rides, -(-tiles_m // bands), blocks, waves, 0)
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
@@ -228,14 +242,18 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
 
     A wave is as many tiles as there is room for at a time. It takes its main loop, but no less than the memory needs
     for its share of b: up to a quarter more the more SMs are idle, and rows of a that are read again from the L2 count
-    a quarter. A K block of 128 rows takes ``block_n + 32``, one of 64 rows what its operands take to arrive. A tile
-    takes 300 more, and what its part in a cluster and its low-rank part take; that hides behind the main loop of the
-    next if consumers take turns.
+    a quarter. A K block of 128 rows takes ``block_n + 4`` or what its operands take to arrive, one of 64 rows the
+    latter. A tile takes 350 more, or what its epilogue takes, and what its part in a cluster and its low-rank part
+    take; that hides behind the main loop of the next if consumers take turns, but for what a longer epilogue than the
+    plain one takes away from it: the more the narrower the tile is, whose main loop needs more of the shared memory.
     """
     cluster, rows = config.cluster, min(problem.M, config.block_m)
     columns = config.block_n + (problem.rank + _COST_OF_RIDING if config.rides else 0)
     if config.block_m == 128:
-        k_block = columns + _COST_OF_A
+        taken_in = (columns + config.block_m) * _SPAN
+        k_block = max(columns + _COST_OF_A, taken_in // _RING_BYTES)
+        if problem.straddles:
+            k_block = max(k_block, config.blocks * taken_in // _STRADDLING_BYTES)
     else:
         sm_bytes = _SM_BYTES if config.blocks > sm_count // 8 else 2 * _SM_BYTES
         k_block = max((columns + config.block_m) * _SPAN // sm_bytes, _LATENCY // max(config.stages, 1))
@@ -245,7 +263,8 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     if cluster > 1:
         finish += _COST_OF_CLUSTER + config.block_m * columns * 4 // _CLUSTER_BYTES
     if config.ping_pong:
-        main_loop, finish = max(main_loop, finish), finish // config.waves
+        more = max(0, finish - _COST_OF_TILE[PLAIN]) * (256 - config.block_n) // 256
+        main_loop, finish = max(main_loop, finish) + more, finish // config.waves
     memory = (problem.batches * problem.N * problem.parts + tiles * rows // 4) * problem.K
     memory = memory * problem.itemsize // _MEMORY_BYTES
     memory += memory * (sm_count - config.blocks) // (4 * sm_count) if config.blocks < sm_count else 0
@@ -377,7 +396,7 @@ def tensor_maps(device, operands: dict, problem: Problem, config: Config, sizes:
         map_of(b, (N, b.col), (K, b.row), problem.b_k_major, b_rows, block_k, extents),
     ]
     if problem.finish != DIRECT:
-        box_cols = _box_cols(config.share(problem))
+        box_cols = _box_cols(config.share(problem), widest=config.pass_cols(problem))
         describe.append(map_of(out, (M, out.row), (problem.N, out.col), True, config.rows, box_cols, extents))
 
     @functools.lru_cache(maxsize=64)
@@ -387,8 +406,8 @@ def tensor_maps(device, operands: dict, problem: Problem, config: Config, sizes:
     return maps
 
 
-def _box_cols(share: int) -> int:
-    return next(cols for cols in (64, 32, 16) if share % cols == 0)
+def _box_cols(share: int, widest: int = 64) -> int:
+    return next(cols for cols in (64, 32, 16) if cols <= widest and share % cols == 0)
 
 
 def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: int) -> Callable:
@@ -434,9 +453,12 @@ def describe_problem(
     finish = DIRECT
     whole = N // parts % 8 == 0  # TMA stores whole chunks of 16 bytes, also those that reach out of the tensor
     if out.itemsize == 2 and whole and movable(out, out.col, N // parts, out.row, M):
-        finish = STAGED if activation or any(name in operands for name in ("c", "bias", "residual")) else PLAIN
+        finish = BIASED if activation or "bias" in operands else PLAIN
+        finish = STAGED if "c" in operands or "residual" in operands else finish
     kind = TF32Problem if a.dtype == "tf32" else Problem
-    return kind(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank)
+    pitches = (a.row if majors[0] else a.col, b.col if majors[1] else b.row)
+    straddles = any(pitch * a.itemsize % _SPAN for pitch in pitches)
+    return kind(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank, straddles=straddles)
 
 
 def _majors(low_rank: LowRank, N: int, K: int) -> list[bool | None]:

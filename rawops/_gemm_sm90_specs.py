@@ -5,7 +5,7 @@ from __future__ import annotations
 from rawops._runtime.kernel import KernelSpec
 
 RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
-PLAIN, STAGED, DIRECT = range(3)  # Finish in hopper_tile.cuh
+PLAIN, STAGED, BIASED, DIRECT = range(4)  # Finish in hopper_tile.cuh
 MAX_STAGES = 8
 
 TILE_CHOICES = {
@@ -20,7 +20,7 @@ OPERAND_CHOICES = {
     "a_k_major": (True, False),
     "b_k_major": (True, False),
     "activation": tuple(range(6)),
-    "finish": (PLAIN, STAGED, DIRECT),
+    "finish": (PLAIN, STAGED, BIASED, DIRECT),
 }
 _LOW_RANK_CHOICES = {
     "rank": RANKS,
@@ -49,13 +49,16 @@ SM90 = spec_of(
     ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, False),
     ("float16", "float16", 128, 256, 3, True, False, 0, PLAIN, False),
     ("float16", "float16", 128, 192, 4, False, True, 0, PLAIN, False),
-    ("bfloat16", "bfloat16", 128, 128, 5, False, False, 0, PLAIN, True),
+    ("bfloat16", "bfloat16", 128, 192, 5, True, True, 0, PLAIN, True),
+    ("bfloat16", "bfloat16", 128, 128, 6, False, False, 0, PLAIN, True),
+    ("bfloat16", "bfloat16", 128, 192, 5, True, True, 2, BIASED, True),
+    ("bfloat16", "bfloat16", 128, 160, 5, True, True, 5, BIASED, True),
     ("bfloat16", "bfloat16", 128, 256, 3, True, True, 2, STAGED, False),
-    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 5, STAGED, False),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 5, BIASED, False),
     ("bfloat16", "float32", 128, 208, 5, True, True, 0, DIRECT, False),
     ("float32", "float32", 128, 256, 4, True, True, 0, DIRECT, False),
     ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, False),
-    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, True),
+    ("float16", "float16", 64, 256, 5, True, False, 0, PLAIN, True),
 )
 SM90_CLUSTER = spec_of(
     "gemm_sm90.cu",

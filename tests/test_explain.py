@@ -125,7 +125,7 @@ def test_gemm_on_another_card(capsys):
         (["--dtype", "float32", "--precision", "tf32"], "gemm_sm90<float, float", "Hopper's kernel: "),
         (["--dtype", "float32"], "gemm_simt", "does not take float32"),
         (["--out-dtype", "float32"], "gemm_sm90<__nv_bfloat16, float", "Hopper's kernel: "),
-        (["--activation", "swiglu", "--bias"], ", 5, 1, ", "Hopper's kernel: "),
+        (["--activation", "swiglu", "--bias"], ", 5, 2, ", "Hopper's kernel: "),
         (["--batch", "3"], "gemm_sm90", "Hopper's kernel: "),
         (["--groups", "5"], "gemm_grouped_sm90", "Hopper's kernel: "),
         (["--groups", "5", "--layout", "tn"], "gemm_grouped_sm80", "Groups begin at any row"),

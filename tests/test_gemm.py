@@ -266,17 +266,18 @@ def test_epilogue(device, rng, dtype, activation):
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "swiglu"])
-def test_activations_at_extremes(device, activation):
-    x = np.array([-np.inf, -1e30, -1e4, -100, -88.5, -87.5, -50, -0.0, 0, 50, 1e4, 1e30, np.inf, np.nan], np.float32)
+@pytest.mark.parametrize("dtype, tolerance, least", [("float32", 2e-6, 1e-37), ("bfloat16", 2e-5, 2e-36)])
+def test_activations_at_extremes(device, activation, dtype, tolerance, least):
+    """Exact functions for float32, approximations for what has 16 bits; bias and result have float32."""
+    x = [-np.inf, -1e30, -1e4, -100, -88.5, -87.5, -50, -5, -3, -0.1, -0.0, 0, 1e-3, 1, 4, 50, 1e4, 1e30]
+    x = np.array([*x, np.inf, np.nan], np.float32)
     row = np.concatenate([x, np.ones_like(x)]) if activation == "swiglu" else x
-    a, b = device.put(np.zeros((1, 1), np.float32)), device.put(np.zeros((1, row.size), np.float32))
-    got = device.get(gemm(a, b, bias=device.put(row), activation=activation))[0]
-    np.testing.assert_allclose(
-        got,
-        references.gemm(np.zeros((1, 1)), np.zeros((1, row.size)), bias=row, activation=activation)[0],
-        rtol=2e-6,
-        atol=1e-37,
+    zeros = np.zeros((1, row.size), DTYPES[dtype])
+    got = gemm(
+        device.put(zeros[:, :1]), device.put(zeros), bias=device.put(row), activation=activation, out_dtype="float32"
     )
+    want = references.gemm(np.zeros((1, 1)), np.zeros((1, row.size)), bias=row, activation=activation)[0]
+    np.testing.assert_allclose(device.get(got)[0], want, rtol=tolerance, atol=least)
 
 
 def test_output_types(device, rng):

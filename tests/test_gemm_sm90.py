@@ -127,6 +127,23 @@ def test_epilogue(hopper, force, rng, activation, tile):
     )
 
 
+@pytest.mark.parametrize("tile", [{}, {"ping_pong": True}, {"block_m": 64, "cluster": 2}], ids=str)
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+def test_bias(hopper, force, rng, activation, tile):
+    """A bias of either type, its entries apart and between NaN; columns that end inside a tile; a batch."""
+    force(128, **tile)
+    M, N, K = 72, 304, 40
+    a, b = rng.standard_normal((2, M, K)).astype(FLOAT16), rng.standard_normal((K, N)).astype(FLOAT16)
+    for dtype, step in ((FLOAT16, 1), (np.float32, 3)):
+        bias = rng.standard_normal(N).astype(dtype)
+        room = np.full(N * step + 2, np.nan, dtype)
+        room[1:-1:step] = bias
+        got = gemm(hopper.put(a), hopper.put(b), alpha=0.5, bias=hopper.put(room)[1:-1:step], activation=activation)
+        assert ran_on_hopper(hopper)
+        want = references.gemm(a, b, alpha=0.5, bias=bias, activation=activation)
+        np.testing.assert_allclose(hopper.get(got).astype(float), want, rtol=2e-3, atol=2e-3)
+
+
 def test_nothing_read_for_alpha_zero(hopper, rng):
     a, b = hopper.put(np.full((136, 72), np.nan, FLOAT16)), hopper.put(np.full((72, 64), np.nan, FLOAT16))
     c = hopper.put(integers(rng, (136, 64), FLOAT16))
@@ -185,20 +202,27 @@ def test_what_tma_cannot_read_runs_elsewhere(rng):
 
 
 @pytest.mark.parametrize(
-    "M, N, K, block_n, waves",
+    "M, N, K, block_n, waves, ping_pong",
     [
-        (4096, 4096, 4096, 256, 4),  # 512 tiles
-        (2048, 6144, 4096, 256, 3),  # 384
-        (2048, 4096, 14336, 256, 2),  # 256
-        (512, 28672, 4096, 224, 4),  # 4 x 128; with 256 columns 4 waves too, of wider tiles
+        (8192, 8192, 8192, 192, 21, True),  # 2752 tiles fill 21 waves to 99 %
+        (2048, 6144, 4096, 192, 4, True),  # 512 tiles: as full as three waves of 256 columns, whose epilogues show
+        (2048, 4096, 14336, 256, 2, False),  # 256
+        (512, 28672, 4096, 176, 5, True),  # 652; of 224 columns 512, in four waves to 97 %
     ],
 )
-def test_select_config(M, N, K, block_n, waves):
+def test_select_config(M, N, K, block_n, waves, ping_pong):
     config = sm90.select_config(sm90.Problem(M, N, K), **H200)
     assert (config.block_m, config.block_n, config.waves) == (128, block_n, waves)
-    assert (config.ping_pong, config.cluster) == (False, 1)
+    assert (config.ping_pong, config.cluster) == (ping_pong, 1)
     tiles = -(-M // 128) * -(-N // block_n)
     assert config.waves == -(-tiles // 132) and config.blocks == min(tiles, 132)
+
+
+def test_rows_that_straddle_lines_are_read_by_fewer_blocks():
+    """1000 elements are 15.6 lines of 128 bytes: a box takes two lines a row then, all SMs together take no more."""
+    even, odd = (sm90.select_config(sm90.Problem(1000, 1000, 1000, straddles=s), **H200) for s in (False, True))
+    assert (even.block_n, even.blocks) == (64, 128)
+    assert (odd.block_n, odd.blocks) == (128, 64)
 
 
 @pytest.mark.parametrize("M, N, K", [(64, 4096, 4096), (64, 6144, 4096), (64, 4096, 14336), (64, 28672, 4096)])
@@ -226,7 +250,7 @@ def test_split_is_left_to_another_kernel():
 def test_every_choice_fits():
     shapes = itertools.product((1, 130, 4096), (16, 1000, 28672), (8, 4096), (1, 7), (True, False), (0, 16, 64))
     for M, N, K, batches, k_major, rank in shapes:
-        for finish, parts in itertools.product((sm90.PLAIN, sm90.STAGED, sm90.DIRECT), (1, 2)):
+        for finish, parts in itertools.product((sm90.PLAIN, sm90.STAGED, sm90.BIASED, sm90.DIRECT), (1, 2)):
             problem = sm90.Problem(M, N, K, batches, True, k_major, finish, parts, rank)
             config = sm90.select_config(problem, **H200)
             assert config.shared_bytes(problem) <= H200["max_shared_bytes"]

@@ -18,6 +18,10 @@ struct GemmShape {
     int batches, batch_extent[3];
 
     __device__ void batch_index(int batch, int (&index)[3]) const {
+        if (batches == 1) {  // most often so, and divisions delay the first copies
+            index[0] = index[1] = index[2] = 0;
+            return;
+        }
         index[2] = batch % batch_extent[2];
         index[1] = batch / batch_extent[2] % batch_extent[1];
         index[0] = batch / batch_extent[2] / batch_extent[1];
@@ -35,8 +39,9 @@ struct TileIndex {
 
 // Blocks that run together cover few rows and few columns of tiles, so that their operands stay in the L2.
 __device__ inline TileIndex grouped_raster(int index, int tiles_m, int tiles_n, int group_rows = 8) {
-    const int group = index / (group_rows * tiles_n);
+    const int group = group_rows >= tiles_m ? 0 : index / (group_rows * tiles_n);
     const int rows = min_of(tiles_m - group * group_rows, group_rows);
+    if (rows == 1) return {group, index - group * tiles_n};
     const int rest = index - group * group_rows * tiles_n;
     return {group * group_rows + rest % rows, rest / rows};
 }

@@ -34,11 +34,14 @@ template <class Tile> struct Exchange {
           lora_b_barriers{barriers.base + barriers.BYTES},
           turns(lora_b_barriers.base + lora_b_barriers.BYTES) {}
 
-    // By one thread; a __syncthreads() must follow.
+    // By one thread; a __syncthreads() must follow. Spread over the lanes of a warp it takes longer: they wait for the
+    // fence one after the other.
     __device__ void init() const {
-        barrier_init(turns, 1);
-        barrier_init(turns + 8, 1);
-        lora_b_barriers.init(Tile::CONSUMERS);
+        if constexpr (Tile::kPingPong) {
+            barrier_init(turns, 1);
+            barrier_init(turns + 8, 1);
+        }
+        if constexpr (Tile::LowRank::RANK > 0) lora_b_barriers.init(Tile::CONSUMERS);
         const int releases = (Tile::kPingPong ? 1 : Tile::CONSUMERS) * Tile::Scaling::RELEASES;
         barriers.init(releases, 1 + Tile::Scaling::LOADERS);
     }
@@ -237,6 +240,8 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
             const int row = work.m + self.row, M = params.shape.M;
             read_y<Tile>(y, *low_rank, int64_t(work.number) * M + row, M - row, self);
         }
+        const int share_n = Tile::CLUSTER > 1 ? work.n + cluster_rank() * Tile::SHARE : work.n;
+        const TileBias<Tile> bias(params, work, share_n, self);
         auto passes = Tile::LowRank::template begin<Tile>(*low_rank, params.shape, work, self);
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
         if constexpr (Tile::Scaling::kPromotes) {
@@ -258,13 +263,13 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
                 Tile::LowRank::template finish<Tile>(passes, sum, epilogue, alpha, params, *low_rank, work, self);
             } else {
                 const typename Tile::Factors factors(params, work, self);
-                finish_work<Tile>(sum, factors, epilogue, alpha, maps.d, work, self);
+                finish_work<Tile>(sum, factors, epilogue, alpha, bias, maps.d, work, self);
             }
         };
         if constexpr (Tile::CLUSTER > 1) {
             typename Tile::Finished sum;
             add_up_cluster<Tile>(sum, acc, y, exchange.ring, self);
-            work.n += cluster_rank() * Tile::SHARE;
+            work.n = share_n;
             finish(sum);
             cluster_wait();
         } else {
@@ -273,7 +278,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         slot.skip((TURNS - 1) * k_blocks);
         turn_phase ^= 1;
     }
-    if (self.leads()) tma_store_wait();
+    if (self.leads()) tma_store_wait_read();  // the block's memory ends with it
 }
 
 // What the block is to do; a grouped product looks at its offsets first.
@@ -322,8 +327,8 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         if constexpr (Tile::CONSUMERS == 2) claim_registers<232>();
         const int number = group - 1, thread = threadIdx.x % kWarpGroupSize;
         char* staging = shared + Tile::STAGING_AT + number * Tile::STAGING_BYTES;
-        char* slab = shared + Tile::SLABS_AT + (number * 4 + thread / kWarpSize) * Tile::SLAB_BYTES;
-        const Consumer self{number, thread, Tile::kPingPong ? 0 : number * 64, staging, slab, exchange.turns};
+        char* slabs = shared + Tile::SLABS_AT + number * Tile::SLABS_BYTES;
+        const Consumer self{number, thread, Tile::kPingPong ? 0 : number * 64, staging, slabs, exchange.turns};
         const float factor = params.shape.partial_stride != 0 ? 1 : alpha;  // a partial sum gets it with the others
         multiply_tiles<Tile>(maps, params, low_rank, schedule, factor, exchange, self);
     }

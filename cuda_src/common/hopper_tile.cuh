@@ -9,6 +9,7 @@ namespace rawops {
 enum Finish : int {
     kPlain,   // alpha alone; through the staging tile and TMA
     kStaged,  // any epilogue; the same way out
+    kBiased,  // alpha, bias, activation; straight from the accumulators like plain
     kDirect,  // any epilogue, written by the threads: for a D that TMA cannot write, and for float32
 };
 
@@ -91,21 +92,24 @@ struct HopperTile {
     static constexpr int SPAN = 128;  // bytes of a row of an operand
     static constexpr int A_BYTES = BLOCK_M * SPAN, B_BYTES = BLOCK_N * SPAN;
     static constexpr int STAGE_BYTES = A_BYTES + B_BYTES + (LowRank::kRides ? LowRank::RANK * BLOCK_K * 2 : 0);
-    // D leaves in boxes as wide as the swizzle, so that staging it is free of bank conflicts.
-    static constexpr int BOX_COLS = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;
+    // D leaves in boxes as wide as the swizzle, so that staging it is free of bank conflicts. A consumer that has the
+    // other's main loop for it stages a few columns at a time, and leaves the memory to the ring.
+    static constexpr int PASS_COLS = kPingPong ? min_of(SHARE, 32) : SHARE, PASSES = ceil_div(SHARE, PASS_COLS);
+    static constexpr int BOX_COLS = SHARE % 64 == 0 && !kPingPong ? 64 : SHARE % 32 == 0 ? 32 : 16;
     // Before that, the place holds sixteen ranks of lora_b: twice, as TF32, or in buffers of each warp, as they are.
     static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2;
     static constexpr int RANK_BYTES = SHARE * PARTS * 128 * max_of(LowRank::RANK_BUFFERS, LowRank::RANK > 0);
-    static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * SHARE * 2, RANK_BYTES);
+    static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * PASS_COLS * 2, RANK_BYTES);
     // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
     using Slab = SharedTile<typename Epilogue::Value, 16, 32>;
     static constexpr int CHUNK = Slab::COLS / PARTS, CHUNKS = ceil_div(SHARE, CHUNK);
-    static constexpr int SLAB_BYTES = kFinish == kPlain ? 0 : Slab::BYTES;
+    static constexpr int SLABS_BYTES =  // of a consumer; or the bias of its columns
+        kFinish == kPlain ? 0 : kFinish == kBiased ? SHARE * PARTS * 4 : 4 * Slab::BYTES;
 
     // Shared memory: the ring, the columns of lora_b, staging tiles and slabs of the consumers, the barriers.
     static constexpr int LORA_B_AT = STAGES * STAGE_BYTES, STAGING_AT = LORA_B_AT + LowRank::RANK * SHARE * PARTS * 2;
     static constexpr int SLABS_AT = STAGING_AT + CONSUMERS * STAGING_BYTES;
-    static constexpr int BARRIERS_AT = SLABS_AT + CONSUMERS * 4 * SLAB_BYTES;
+    static constexpr int BARRIERS_AT = SLABS_AT + CONSUMERS * SLABS_BYTES;
     // If there are any, the table of the groups or the scales of each stage.
     static constexpr int GROUPS_AT = BARRIERS_AT + STAGES * 16 + 32, SCALES_AT = GROUPS_AT;
     static constexpr int SCALE_BYTES = Scaling::stage_bytes(BLOCK_M, BLOCK_N);
@@ -113,7 +117,7 @@ struct HopperTile {
     static_assert(BLOCK_M == 64 || BLOCK_M == 128, "one or two atoms");
     static_assert(COLS % (16 * CLUSTER) == 0, "stmatrix stores 16 columns");
     static_assert(kBKMajor || COLS % 64 == 0, "boxes of an MN-major operand are 64 wide");
-    static_assert(ATOMS_M * BLOCK_N <= (Scaling::kPromotes ? 192 : 256),
+    static_assert(ATOMS_M * BLOCK_N <= (Scaling::kPromotes ? 192 : 384),
                   "accumulators fit in the registers of a consumer, and a sum beside them if there is one");
     static_assert(kFinish == kDirect || sizeof(Out) == 2, "staged elements have 16 bits");
     static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
@@ -161,8 +165,8 @@ public:
 
     __device__ Work at(int index) const {
         Work work;
-        const TileIndex tile = grouped_raster(index % (tiles_m * tiles_n), tiles_m, tiles_n, group);
-        work.number = index / (tiles_m * tiles_n);
+        work.number = shape.batches == 1 ? 0 : index / (tiles_m * tiles_n);
+        const TileIndex tile = grouped_raster(index - work.number * tiles_m * tiles_n, tiles_m, tiles_n, group);
         shape.batch_index(work.number, work.batch);
         work.m = tile.m * Tile::BLOCK_M;
         work.m_end = shape.M;
@@ -204,11 +208,12 @@ private:
 // A thread of a consumer warpgroup. The consumer's rows begin at `row` of the tile.
 struct Consumer {
     int number, thread, row;
-    char *staging, *slab;  // the consumer's tile of D, the warp's slab
+    char *staging, *slabs;  // the consumer's tile of D, its slabs
     uint32_t turns;        // two barriers: the turn of consumer 0, that of consumer 1
 
     __device__ int lane() const { return thread % kWarpSize; }
     __device__ int warp_row() const { return thread / kWarpSize * 16; }  // within each 64 rows
+    template <class Tile> __device__ char* slab() const { return slabs + thread / kWarpSize * Tile::Slab::BYTES; }
     __device__ bool leads() const { return thread == 0; }
     __device__ void sync() const { number == 0 ? sync_group<1>() : sync_group<2>(); }
 
