@@ -175,7 +175,7 @@ def alternate(calls: dict[str, Callable]) -> tuple[dict[str, float], dict]:
 
 
 def iteration_us(a, b) -> float:
-    """The time of an iteration: of a longer solve that nothing stops, less that of a shorter one; NaN if one stopped."""
+    """The time of an iteration: a longer solve that nothing stops, less a shorter one; NaN if one stopped."""
     none = {"atol": 0, "btol": 0, "conlim": 0}
     solvers = {n: rawops.LSMR(a, maxiter=n, **none) for n in MEASURED}
     for _ in range(4):  # the fourth runs from the graph

@@ -121,8 +121,8 @@ def gemm(
     them: a number, or a float32 array with one entry for all, with one for each row of a (M,) or column of b (N,), or,
     of float8, with one for each 128 along K: (..., M, K / 128) for a and (..., K / 128, N or N / 128) for b, sizes
     rounded up. The result is bfloat16 by default, float16 or float32; of int8 without scales it is int32 by default,
-    which wraps past 2^31: there `c`, `bias` and `residual` are int32, alpha and beta whole numbers up to 2^24, and there
-    is no activation. Of float8 it may be float8, multiplied by `scale_d` before it is rounded to nearest even. There,
+    which wraps past 2^31: there `c`, `bias` and `residual` are int32, alpha and beta whole numbers up to 2^24, with no
+    activation. Of float8 it may be float8, multiplied by `scale_d` before it is rounded to nearest even. There,
     what is too large becomes the largest number, infinity too, and NaN stays NaN. For other results `c`, `bias` and
     `residual` are float32, or share one 16-bit dtype. Where alpha or a scale of a whole operand is 0, `a` and `b` are
     not read. Contiguous along K with rows on 16-byte boundaries is what the kernels take: other operands are copied so
