@@ -40,6 +40,8 @@ CALLS = {
     "one kernel": lambda put: rawops.gemm(put((65, 40)), put((40, 72))),
     "split": lambda put: rawops.gemm(put((5, 4096)), put((4096, 24)), split_k=3),
     "epilogue": lambda put: rawops.gemm(put((64, 64)), put((64, 64)), bias=put((64,)), activation="swiglu"),
+    "attention": lambda put: rawops.flash_attention(*[put((1, 300, 2, 64))] * 3, causal=True, num_splits=1),
+    "attention of few queries": lambda put: rawops.flash_attention(put((1, 3, 2, 64)), *[put((1, 900, 2, 64))] * 2),
     "lora": lambda put: rawops.lora_linear(put((9, 64)), put((64, 48)), put((64, 8)), put((8, 48))),
 }
 
@@ -196,6 +198,24 @@ def test_lora(capsys, argv, kernels, why):
     assert found["operations"] == 2 * M * (K * N + r * (K + N))
 
 
+@pytest.mark.parametrize(
+    ("argv", "kernels", "why", "pairs"),
+    [
+        ("1 2 2 300 300 64 --causal", 1, "wgmma", 300 * 301 // 2),
+        ("1 2 2 200 4000 64 --causal --window 10", 2, "split", 200 * 11),
+        ("1 8 2 8 4096 128 --dtype float16", 2, "so few queries", 8 * 4096),
+        ("2 2 1 100 70 80 --softcap 5 --alibi --arch sm_80", 1, "sm_80 has no wgmma", 7000),
+        ("1 1 1 100 70 64 --dtype float32 --dropout 0.5", 1, "CUDA cores", 7000),
+        ("0 1 1 100 70 64", 0, "", 7000),
+    ],
+)
+def test_attention(capsys, argv, kernels, why, pairs):
+    found = explained(capsys, "attention", *argv.split())
+    assert len(found["launches"]) == kernels
+    assert why in " ".join(found["why"])
+    assert found["pairs"] == pairs
+
+
 def test_text(capsys):
     assert cli.main(["explain", "gemm", "64", "4096", "4096"]) == 0
     out = capsys.readouterr().out
@@ -228,7 +248,7 @@ def test_usage_errors(capsys, argv, text):
 
 def test_an_op_brings_its_own_explanation(capsys, monkeypatch):
     """A module _<op>_explain is found by its name."""
-    assert {"gemm", "lora"} <= set(cli._explainers())
+    assert {"attention", "gemm", "lora"} <= set(cli._explainers())
 
     class Module:
         """What the help says."""

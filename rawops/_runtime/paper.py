@@ -100,6 +100,9 @@ class PaperDevice:
     def empty(self, shape, dtype) -> PaperArray:
         return self.array(tuple(shape), dtype)
 
+    def zero(self) -> PaperArray:
+        return self.empty((1,), np.int32)
+
     def holds(self, x) -> bool:
         return isinstance(x, PaperArray)
 
