@@ -1,72 +1,120 @@
 // The gradients of flash attention on the tensor cores of Hopper, in three kernels: what the rows need, the gradients
 // of keys and values with the sum of that of the queries, and the latter in the type of the rest.
-// hopper_attention_backward.cuh tells how the second one runs.
-#include "common/hopper_attention_backward.cuh"
+// hopper_attention_backward.cuh and hopper_attention_backward_wide.cuh tell how the second one runs.
+#include "common/hopper_attention_backward_wide.cuh"
 
 namespace rawops {
 
-// A warp a row: delta and lse * log2(e), and zero for the sum of dq. Rows that do not exist in their tile, and those
-// that see no key, get what makes their weights and gradients zero.
-template <class T, int D, int BLOCK_M>
+// Where a sequence lies, and the first of its tiles of queries of a head.
+template <int BLOCK_M> struct QueryRows {
+    int begin, length, k_len, tile;
+
+    __device__ QueryRows(const AttentionParams& params, int q_tiles, int head, int batch)
+        : begin(0), length(params.shape.seqlen_q), k_len(params.shape.seqlen_k) {
+        const AttentionCall& call = params.call;
+        tile = (batch * params.shape.heads + head) * q_tiles;
+        if (call.cu_seqlens_q) {
+            begin = call.cu_seqlens_q[batch];
+            length = call.cu_seqlens_q[batch + 1] - begin;
+            k_len = call.cu_seqlens_k[batch + 1] - call.cu_seqlens_k[batch];
+            tile = head * q_tiles + begin / BLOCK_M + batch;
+        }
+    }
+};
+
+// A warp a row: delta and lse * log2(e), zero for the sum of dq, and whose turn it is to add to it. Rows that do not
+// exist in their tile, and those that see no key, get what makes their weights and gradients zero.
+template <class T, int D, int BLOCK_M, int BLOCK_N>
 __global__ void __launch_bounds__(256)
     attention_backward_rows_sm90(const __grid_constant__ AttentionParams params, const T* dout,
-                                 const __grid_constant__ AttentionStrides dout_strides, float* rows, float* dq) {
+                                 const __grid_constant__ AttentionStrides dout_strides, float* rows, float* dq,
+                                 int* turns, int q_tiles) {
     const AttentionShape& shape = params.shape;
-    const int lane = threadIdx.x % kWarpSize, row = blockIdx.x * 8 + threadIdx.x / kWarpSize;
-    const int head = blockIdx.y, batch = blockIdx.z;
-    int begin = 0, length = shape.seqlen_q;
-    if (params.call.cu_seqlens_q) {
-        begin = params.call.cu_seqlens_q[batch];
-        length = params.call.cu_seqlens_q[batch + 1] - begin;
-    }
-    float delta = 0, lse = 0;
-    if (row < length) {
-        const T* a = static_cast<const T*>(params.call.out) + batch * shape.out.batch + head * shape.out.head +
-                     (begin + row) * shape.out.row;
-        const T* b = dout + batch * dout_strides.batch + head * dout_strides.head + (begin + row) * dout_strides.row;
-        for (int i = lane * 2; i < shape.head_dim_v; i += 2 * kWarpSize) {
-            delta += widen(a[i]) * widen(b[i]) + widen(a[i + 1]) * widen(b[i + 1]);
+    const int lane = threadIdx.x % kWarpSize, head = blockIdx.y, batch = blockIdx.z;
+    const QueryRows<BLOCK_M> sequence(params, q_tiles, head, batch);
+    const int end = ceil_div(sequence.length, BLOCK_M) * BLOCK_M;
+#pragma unroll 1
+    for (int row = blockIdx.x * 8 + threadIdx.x / kWarpSize; row < end; row += gridDim.x * 8) {
+        float delta = 0, lse = 0;
+        if (row < sequence.length) {
+            const int64_t at = sequence.begin + row;
+            const T* a = static_cast<const T*>(params.call.out) + batch * shape.out.batch + head * shape.out.head +
+                         at * shape.out.row;
+            const T* b = dout + batch * dout_strides.batch + head * dout_strides.head + at * dout_strides.row;
+            for (int i = lane * 2; i < shape.head_dim_v; i += 2 * kWarpSize) {
+                delta += widen(a[i]) * widen(b[i]) + widen(a[i + 1]) * widen(b[i + 1]);
+            }
+            lse = params.call.lse[batch * shape.lse_batch + head * shape.lse_head + at] / kLn2;
         }
-        lse = params.call.lse[batch * shape.lse_batch + head * shape.lse_head + begin + row] / kLn2;
-    }
 #pragma unroll
-    for (int step = kWarpSize / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-    const int64_t tile = (int64_t(batch) * shape.heads + head) * (gridDim.x * 8 / BLOCK_M) + row / BLOCK_M;
-    if (lane == 0) {
-        rows[tile * 2 * BLOCK_M + row % BLOCK_M] = lse == -infinity() ? 0 : lse;
-        rows[(tile * 2 + 1) * BLOCK_M + row % BLOCK_M] = delta;
+        for (int step = kWarpSize / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+        const int64_t tile = sequence.tile + row / BLOCK_M;
+        if (lane == 0) {
+            rows[tile * 2 * BLOCK_M + row % BLOCK_M] = lse == -infinity() ? 0 : lse;
+            rows[(tile * 2 + 1) * BLOCK_M + row % BLOCK_M] = delta;
+            if (turns && row % BLOCK_M == 0) {  // the first tile of keys that any of the rows sees
+                const int first = max_of(row + sequence.k_len - sequence.length - shape.window_left, 0) / BLOCK_N;
+                turns[tile * 2] = turns[tile * 2 + 1] = first;
+            }
+        }
+        for (int i = lane; i < D; i += kWarpSize) dq[(tile * BLOCK_M + row % BLOCK_M) * D + i] = 0;
     }
-    for (int i = lane; i < D; i += kWarpSize) dq[(tile * BLOCK_M + row % BLOCK_M) * D + i] = 0;
 }
 
-template <class T, int D, int BLOCK_M, int STAGES, class Tile = HopperAttentionBackward<T, D, BLOCK_M, STAGES>>
+template <class T, int D, int BLOCK_M, int STAGES, bool kInTurn, bool kWide = (D > 128)> struct BackwardTile {
+    using Type = HopperAttentionBackward<T, D, BLOCK_M, STAGES, kInTurn>;
+};
+template <class T, int D, int BLOCK_M, int STAGES, bool kInTurn>
+struct BackwardTile<T, D, BLOCK_M, STAGES, kInTurn, true> {
+    using Type = HopperAttentionBackwardWide<T, D, BLOCK_M, STAGES, kInTurn>;
+};
+
+template <class T, int D, int BLOCK_M, int STAGES, bool kInTurn,
+          class Tile = typename BackwardTile<T, D, BLOCK_M, STAGES, kInTurn>::Type>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     attention_backward_sm90(const __grid_constant__ AttentionBackwardMaps maps,
                             const __grid_constant__ AttentionParams params,
                             const __grid_constant__ AttentionBackwardParams backward, int section, int* taken) {
-    run_attention_backward<Tile>(maps, params, backward, section, taken);
+    extern __shared__ __align__(1024) char shared[];
+    const BackwardExchange<Tile> exchange(shared);
+    if (threadIdx.x == 0) {
+        exchange.init();
+        prefetch_tensor_map(maps.q);
+        prefetch_tensor_map(maps.k);
+        prefetch_tensor_map(maps.v);
+        prefetch_tensor_map(maps.dout);
+    }
+    __syncthreads();
+
+    const int group = uniform(threadIdx.x / kWarpGroupSize);
+    if (group == 0) {
+        release_registers<40>();
+        const AttentionSchedule<true> schedule(params, section, taken);
+        if (threadIdx.x == 0) BackwardProducer<Tile>(maps, params, backward, exchange).run(schedule);
+        if constexpr (Tile::kWrites) {
+            if (threadIdx.x == kWarpSize) write_parts<Tile>(params, backward, exchange);
+        }
+    } else {
+        claim_registers<232>();
+        if constexpr (D > 128) {
+            BackwardConsumerWide<Tile> consumer(params, backward, exchange, group - 1);
+            if (group == 1) consumer.run_values();
+            else consumer.run_keys();
+        } else {
+            BackwardConsumer<Tile>(params, backward, exchange, group - 1).run();
+        }
+    }
 }
 
-// dq from the order of `store_part`: a thread takes eight columns of two rows, from four threads of a part.
+// A thread takes eight columns of two rows, from four threads of a part.
 template <class T, int D, int BLOCK_M>
-__global__ void __launch_bounds__(256)
-    attention_backward_dq_sm90(const __grid_constant__ AttentionParams params, const float* sum, T* dq,
-                               const __grid_constant__ AttentionStrides dq_strides, float softmax_scale) {
+__device__ inline void store_queries(const AttentionShape& shape, const float* from, T* to, int64_t row_stride, int left,
+                                     float softmax_scale) {
     constexpr int PARTS_M = BLOCK_M / 64, PARTS = BLOCK_M * D / 4096;
-    const AttentionShape& shape = params.shape;
-    const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
-    int begin = 0, length = shape.seqlen_q;
-    if (params.call.cu_seqlens_q) {
-        begin = params.call.cu_seqlens_q[batch];
-        length = params.call.cu_seqlens_q[batch + 1] - begin;
-    }
-    const float* from = sum + ((int64_t(batch) * shape.heads + head) * gridDim.x + tile) * (BLOCK_M * D);
-    T* to = dq + batch * dq_strides.batch + head * dq_strides.head + begin * dq_strides.row;
     for (int i = threadIdx.x; i < PARTS * 256; i += blockDim.x) {  // per part 4 warps, 8 rows, 8 groups of columns
         const int part = i / 256, row = i / 4 % 8, group = i % 4 + i / 32 % 2 * 4, warp = i / 64 % 4;
         const float4* four = reinterpret_cast<const float4*>(from) + (part * 8 + group) * 128 + warp * 32 + row * 4;
-        const int at = tile * BLOCK_M + part % PARTS_M * 64 + warp * 16 + row;
-        const int col = part / PARTS_M * 64 + group * 8;
+        const int at = part % PARTS_M * 64 + warp * 16 + row, col = part / PARTS_M * 64 + group * 8;
         uint32_t packed[2][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -76,11 +124,48 @@ __global__ void __launch_bounds__(256)
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (at + half * 8 < length && col < shape.head_dim) {
+            if (at + half * 8 < left && col < shape.head_dim) {
                 const uint32_t* p = packed[half];
-                *reinterpret_cast<uint4*>(to + (at + half * 8) * dq_strides.row + col) = {p[0], p[1], p[2], p[3]};
+                *reinterpret_cast<uint4*>(to + (at + half * 8) * row_stride + col) = {p[0], p[1], p[2], p[3]};
             }
         }
+    }
+}
+
+// Zeros in rows `begin` to before `end` of a head, by all blocks of a row of the grid.
+template <class T>
+__device__ inline void clear_rows(T* to, const AttentionStrides& strides, int head, int begin, int end, int cols) {
+    for (int row = begin + blockIdx.x; row < end; row += gridDim.x) {
+        for (int col = threadIdx.x; col < cols; col += blockDim.x) {
+            to[row * strides.row + head * strides.head + col] = narrow<T>(0.0f);
+        }
+    }
+}
+
+// dq from the order of its parts; with cu_seqlens, zeros in the rows past the last sequence, as one more.
+template <class T, int D, int BLOCK_M>
+__global__ void __launch_bounds__(256)
+    attention_backward_dq_sm90(const __grid_constant__ AttentionParams params,
+                               const __grid_constant__ AttentionBackwardParams backward, T* dq,
+                               const __grid_constant__ AttentionStrides dq_strides, int total_k) {
+    const AttentionShape& shape = params.shape;
+    const int head = blockIdx.y, batch = blockIdx.z;
+    if (batch >= shape.batches) {
+        const int begin_q = params.call.cu_seqlens_q[batch], begin_k = params.call.cu_seqlens_k[batch];
+        clear_rows(dq, dq_strides, head, begin_q, shape.total_q, shape.head_dim);
+        if (head < shape.heads / shape.group) {
+            clear_rows(static_cast<T*>(backward.dk), backward.dk_strides, head, begin_k, total_k, shape.head_dim);
+            clear_rows(static_cast<T*>(backward.dv), backward.dv_strides, head, begin_k, total_k, shape.head_dim_v);
+        }
+        return;
+    }
+    const QueryRows<BLOCK_M> sequence(params, backward.q_tiles, head, batch);
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile * BLOCK_M < sequence.length; tile += gridDim.x) {
+        const int row = tile * BLOCK_M;
+        const float* from = backward.dq + int64_t(sequence.tile + tile) * (BLOCK_M * D);
+        T* to = dq + batch * dq_strides.batch + head * dq_strides.head + (sequence.begin + row) * dq_strides.row;
+        store_queries<T, D, BLOCK_M>(shape, from, to, dq_strides.row, sequence.length - row, backward.softmax_scale);
     }
 }
 

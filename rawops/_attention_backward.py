@@ -214,7 +214,7 @@ def _run(call: _Call) -> None:
     read = ("q", "k", "v", "dout")
     access = min(access_of(named[name], device.pointer(named[name])) for name in read)
     problem = problem_of(named, sizes, call.options, access)
-    if not call.is_deterministic and _run_on_hopper(call, problem):
+    if _run_on_hopper(call, problem):
         return
     tile = select_tile(sizes.head_dim, sizes.head_dim_v, problem.score, device.max_shared_bytes)
     fields = shape_fields(call.function, named, sizes, problem, call.options)
@@ -251,10 +251,11 @@ def _run_on_hopper(call: _Call, problem: Problem) -> bool:
         addresses[name] = address = call.device.pointer(x)
         strides = strides_of(call.function, name, x, call.sizes.axes)
         views[name] = sm90.View((1,) * (4 - x.ndim) + tuple(x.shape), strides, address % 16)
-    if not sm90.supports(call.device, problem, views):
+    if not sm90.supports(call.device, problem, views, call.is_deterministic):
         return False
-    addresses["lse"] = call.device.pointer(call.named["lse"])
+    for name in ("lse", "cu_seqlens_q", "cu_seqlens_k"):
+        addresses[name] = call.device.pointer(call.named[name])
     fields = shape_fields(call.function, call.named, call.sizes, problem, call.options) | call.strides("out")
     fields["softmax_scale"] = call.options.scale(call.sizes.head_dim)
-    sm90.run(call.device, problem, views, fields, addresses)
+    sm90.run(call.device, problem, views, fields, addresses, call.is_deterministic)
     return True

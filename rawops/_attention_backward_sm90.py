@@ -12,10 +12,10 @@ from rawops._attention_sm90 import View, map_of, movable, section_of
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 from rawops._runtime.tensormap import TensorMap
 
-_BLOCK_M = {64: 128, 128: 64}  # queries of a tile by head size: a consumer makes 64 rows by 64 columns of dq
-_BLOCK_N = 128  # keys
+_BLOCK_M = {64: 128, 128: 64, 256: 64}  # queries of a tile by head size
+_BLOCK_N = {64: 128, 128: 128, 256: 64}  # keys
 _STAGES, _CONSUMERS = 2, 2
-_CHOICES = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 128), "block_m": (64, 128)}
+_CHOICES = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 128, 256), "block_m": (64, 128)}
 
 
 def _spec(entry: str, choices: dict, **smoke) -> KernelSpec:
@@ -31,34 +31,51 @@ def _spec(entry: str, choices: dict, **smoke) -> KernelSpec:
     )
 
 
-ROWS = _spec("attention_backward_rows_sm90", _CHOICES)
-MAIN = _spec("attention_backward_sm90", {**_CHOICES, "stages": (_STAGES,)}, stages=_STAGES)
+ROWS = _spec("attention_backward_rows_sm90", {**_CHOICES, "block_n": (64, 128)}, block_n=128)
+MAIN = _spec(
+    "attention_backward_sm90",
+    {**_CHOICES, "stages": (_STAGES,), "in_turn": (False, True)},
+    stages=_STAGES,
+    in_turn=True,
+)
 QUERIES = _spec("attention_backward_dq_sm90", _CHOICES)
 
 _STRIDES = ParamStruct("AttentionStrides", **dict.fromkeys(AXES, "int64"))
 _BACKWARD = ParamStruct(
     "AttentionBackwardParams",
-    **dict.fromkeys(("dk", "dv", "dq", "rows"), "pointer"),
+    **dict.fromkeys(("dk", "dv", "dq", "rows", "turns"), "pointer"),
     **{f"{name}_{axis}": "int64" for name in ("dk", "dv") for axis in AXES},
     q_tiles="int32",
     softmax_scale="float32",
 )
 
 
-def supports(device, problem: Problem, views: Mapping[str, View]) -> bool:
-    """Tell whether the kernels can run a problem: Hopper, plain scores, heads of 64 or 128, readable by TMA."""
+def _head_dim(problem: Problem) -> int | None:
+    """Return the head size of the kernels that run a problem."""
+    wide = max(problem.head_dim, problem.head_dim_v)
+    return next((size for size in _BLOCK_M if size >= wide), None)
+
+
+def supports(device, problem: Problem, views: Mapping[str, View], deterministic: bool) -> bool:
+    """Tell whether the kernels can run a problem: Hopper, plain scores, readable by TMA.
+
+    Blocks that take turns must know how many tiles a sequence has, so `deterministic` excludes cu_seqlens.
+    """
     return (
         MAIN.exists_on(device.capability)
         and not problem.score
-        and not problem.varlen
-        and problem.head_dim == problem.head_dim_v
-        and problem.head_dim in _BLOCK_M
+        and not (problem.varlen and deterministic)
+        and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
+        and _head_dim(problem) is not None
         and all(movable(view) for view in views.values())
         and min(problem.batches, problem.heads, problem.seqlen_q, problem.seqlen_k) > 0
+        and min(problem.head_dim, problem.head_dim_v) > 0
     )
 
 
-def run(device, problem: Problem, views: Mapping[str, View], fields: dict, addresses: dict) -> None:
+def run(
+    device, problem: Problem, views: Mapping[str, View], fields: dict, addresses: dict, deterministic: bool
+) -> None:
     """Launch what `supports` accepts.
 
     Parameters
@@ -68,47 +85,65 @@ def run(device, problem: Problem, views: Mapping[str, View], fields: dict, addre
     fields : dict
         Those of AttentionShape, but for the configuration, and "softmax_scale".
     addresses : dict
-        Of the same arrays, and of "lse".
+        Of the same arrays, and of "lse", "cu_seqlens_q" and "cu_seqlens_k".
+    deterministic : bool
+        Blocks add to dq in a fixed order.
     """
-    block_m, D = _BLOCK_M[problem.head_dim], problem.head_dim
-    q_tiles, key_tiles = -(-problem.seqlen_q // block_m), -(-problem.seqlen_k // _BLOCK_N)
-    heads = problem.batches * problem.heads
-    sums = device.empty((heads * q_tiles * block_m * D,), np.dtype(np.float32))
-    rows = device.empty((heads * q_tiles * block_m * 2,), np.dtype(np.float32))
+    D = _head_dim(problem)
+    block_m = _BLOCK_M[D]
+    row_tiles, key_tiles = -(-problem.seqlen_q // block_m), -(-problem.seqlen_k // _BLOCK_N[D])
+    # With cu_seqlens a sequence may begin anywhere in a tile, and has tiles of its own all the same.
+    q_tiles = fields["total_q"] // block_m + problem.batches if problem.varlen else row_tiles
+    tiles = problem.heads * q_tiles * (1 if problem.varlen else problem.batches)
+    sums = device.empty((tiles * block_m * D,), np.dtype(np.float32))
+    rows = device.empty((tiles * block_m * 2,), np.dtype(np.float32))
+    turns = device.empty((tiles * 2,), np.dtype(np.int32)) if deterministic else None
+    of_sums, of_rows, of_turns = (0 if x is None else device.pointer(x) for x in (sums, rows, turns))
+
     fields = fields | addresses | {"packed": problem.group, "splits": 1, "row_tiles": key_tiles}
     params = PARAMS.pack(*(fields.get(name, 0) for name in PARAMS.fields))
     strides = {name: _STRIDES.pack(*views[name].strides) for name in ("dout", "dq")}
-    scale, of_sums, of_rows = fields["softmax_scale"], device.pointer(sums), device.pointer(rows)
-    choices = {"dtype": problem.dtype, "head_dim": D, "block_m": block_m}
+    gradients = (addresses["dk"], addresses["dv"], of_sums, of_rows, of_turns)
+    gradients = (*gradients, *views["dk"].strides, *views["dv"].strides, q_tiles, fields["softmax_scale"])
+    backward, choices = _BACKWARD.pack(*gradients), {"dtype": problem.dtype, "head_dim": D, "block_m": block_m}
 
-    values = (params, addresses["dout"], strides["dout"], of_rows, of_sums)
-    grid = (q_tiles * block_m // 8, problem.heads, problem.batches)
-    ROWS.kernel(device, **choices).launch(grid, (256, 1, 1), values)
+    values = (params, addresses["dout"], strides["dout"], of_rows, of_sums, of_turns, q_tiles)
+    grid = (row_tiles * block_m // 8, problem.heads, problem.batches)
+    ROWS.kernel(device, **choices, block_n=_BLOCK_N[D]).launch(grid, (256, 1, 1), values)
+    _run_main(device, problem, (_maps(device, problem, views, addresses, D), params, backward), choices, deterministic)
+    values = (params, backward, addresses["dq"], strides["dq"], views["k"].shape[1])
+    grid = (row_tiles, problem.heads, problem.batches + problem.varlen)
+    QUERIES.kernel(device, **choices).launch(grid, (256, 1, 1), values)
 
-    maps = _maps(device, problem, views, addresses, block_m)
-    gradients = (addresses["dk"], addresses["dv"], of_sums, of_rows, *views["dk"].strides, *views["dv"].strides)
+
+def _run_main(device, problem: Problem, values: tuple, choices: dict, deterministic: bool) -> None:
+    D = choices["head_dim"]
     section = section_of(problem.seqlen_q * problem.group, 2 * D)
-    tiles = problem.batches * problem.kv_heads * key_tiles
+    tiles = (problem.batches + problem.varlen) * problem.kv_heads * -(-problem.seqlen_k // _BLOCK_N[D])
     blocks = min(tiles, device.sm_count)
-    counter = device.zero() if problem.is_masked and tiles > 2 * blocks else None
-    values = (maps, params, _BACKWARD.pack(*gradients, q_tiles, scale), section)
-    values = (*values, device.pointer(counter) if counter is not None else 0)
-    threads = ((1 + _CONSUMERS) * 128, 1, 1)
-    MAIN.kernel(device, **choices, stages=_STAGES).launch((blocks, 1, 1), threads, values, shared_bytes(D))
-
-    values = (params, of_sums, addresses["dq"], strides["dq"], scale)
-    QUERIES.kernel(device, **choices).launch((q_tiles, problem.heads, problem.batches), (256, 1, 1), values)
+    # Of two tiles a block, there and back is as good an order as any, and equal ones need none. Blocks that wait for
+    # each other's additions go on in the order in which they get ready.
+    uneven = (problem.is_masked or problem.varlen) and tiles > 2 * blocks
+    counter = device.zero() if uneven or deterministic else None
+    values = (*values, section, 0 if counter is None else device.pointer(counter))
+    kernel = MAIN.kernel(device, **choices, stages=_STAGES, in_turn=deterministic)
+    kernel.launch((blocks, 1, 1), ((1 + _CONSUMERS) * 128, 1, 1), values, shared_bytes(D))
 
 
 def shared_bytes(head_dim: int) -> int:
-    """k and v, the rings of q and dout with two numbers a row, dS twice, parts of dq, barriers, two tiles' places."""
-    block_m = _BLOCK_M[head_dim]
-    keys, ring = 2 * _BLOCK_N * head_dim * 2, _STAGES * (2 * block_m * head_dim * 2 + block_m * 8 + 32)
-    return keys + ring + 2 * _BLOCK_N * block_m * 2 + _CONSUMERS * 64 * 64 * 4 + 48 + 72
+    """k and v, the rings of q and dout with two numbers a row, dS twice, parts of dq, barriers, two tiles' places.
+
+    For wide heads, which have no room for dq, dS and P.
+    """
+    block_m, block_n = _BLOCK_M[head_dim], _BLOCK_N[head_dim]
+    keys, ring = 2 * block_n * head_dim * 2, _STAGES * (2 * block_m * head_dim * 2 + block_m * 8 + 32)
+    parts = _CONSUMERS * 64 * 64 * 4 if head_dim <= 128 else 0
+    return keys + ring + 2 * block_n * block_m * 2 + parts + 80 + 72
 
 
-def _maps(device, problem: Problem, views: Mapping[str, View], addresses: dict, block_m: int) -> bytes:
+def _maps(device, problem: Problem, views: Mapping[str, View], addresses: dict, head_dim: int) -> bytes:
     encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
-    rows = {"q": block_m, "k": _BLOCK_N, "v": _BLOCK_N, "dout": block_m}
-    maps = (map_of(problem.dtype, views[x], n, problem.head_dim)(addresses[x]) for x, n in rows.items())
+    block_m, block_n = _BLOCK_M[head_dim], _BLOCK_N[head_dim]
+    rows = {"q": block_m, "k": block_n, "v": block_n, "dout": block_m}
+    maps = (map_of(problem.dtype, views[x], n, head_dim)(addresses[x]) for x, n in rows.items())
     return b"".join(map(encode, maps))

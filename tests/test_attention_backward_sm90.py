@@ -7,7 +7,7 @@ from hopper_gemm import ran_on_hopper
 
 import rawops
 from rawops import _attention_backward_sm90 as sm90
-from rawops.attention import flash_attention_backward
+from rawops.attention import flash_attention, flash_attention_backward
 from rawops.testing import has_gpu, references
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -15,9 +15,9 @@ FLOAT16 = np.dtype("float16")
 ROUNDOFF = {FLOAT16: 2.0**-11, BFLOAT16: 2.0**-8}
 
 
-def operands(rng, B=1, Sq=70, Sk=70, Hq=1, Hkv=1, D=64, dtype=FLOAT16) -> tuple:
+def operands(rng, B=1, Sq=70, Sk=70, Hq=1, Hkv=1, D=64, Dv=None, dtype=FLOAT16) -> tuple:
     """dout, q, k and v."""
-    shapes = (B, Sq, Hq, D), (B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, D)
+    shapes = (B, Sq, Hq, Dv or D), (B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv or D)
     return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
 
 
@@ -31,10 +31,14 @@ def check(device, inputs: tuple, **options) -> None:
     arrays = map(device.put, (*inputs, *forward(inputs, **options)))
     got = flash_attention_backward(*arrays, **options, **targets)
     assert ran_on_hopper(device, "attention_backward_dq_sm90")
-    for x, want in zip(got, references.attention_backward(*inputs, **options), strict=True):
-        error = np.abs(device.get(x).astype(np.float64) - want)
-        scale = max(np.sqrt(np.mean(want**2)), 0.25)
-        assert (error <= ROUNDOFF[inputs[1].dtype] * (8 * scale + 2 * np.abs(want))).all(), error.max() / scale
+    assert_gradients(device, got, references.attention_backward(*inputs, **options), inputs[1].dtype)
+
+
+def assert_gradients(device, got: tuple, want: tuple, dtype: np.dtype) -> None:
+    for x, reference in zip(got, want, strict=True):
+        error = np.abs(device.get(x).astype(np.float64) - reference)
+        scale = max(np.sqrt(np.mean(reference**2)), 0.25)
+        assert (error <= ROUNDOFF[dtype] * (8 * scale + 2 * np.abs(reference))).all(), error.max() / scale
 
 
 MASKS = {
@@ -46,7 +50,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_masks(hopper, rng, D, mask):
     """Tiles of queries that are skipped, cut and whole, from either side."""
     Sq, Sk, options = MASKS[mask]
@@ -56,6 +60,46 @@ def test_masks(hopper, rng, D, mask):
 def test_groups(hopper, rng):
     """The query heads of a group add up in their KV head, in every sequence."""
     check(hopper, operands(rng, B=2, Sq=66, Sk=66, Hq=4, Hkv=2), causal=True, softmax_scale=0.3)
+
+
+@pytest.mark.parametrize("head_dims", [(96, 96), (40, 72), (192, 128)], ids=str)
+def test_head_dims(hopper, rng, head_dims):
+    """Others are padded inside, those of v for themselves."""
+    D, Dv = head_dims
+    check(hopper, operands(rng, Sq=20, Sk=30, D=D, Dv=Dv, dtype=BFLOAT16))
+
+
+@pytest.mark.parametrize("D", [64, 256])
+def test_varlen(hopper, rng, D):
+    """Each sequence for itself, one longer than stated; around them NaN, in rows that have gradients of zero."""
+    lengths_q, lengths_k = [3, 150, 0, 70, 5], [9, 66, 4, 0, 140]
+    bounds_q, bounds_k = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k))
+
+    def rows(bounds, heads):
+        x = rng.standard_normal((bounds[-1] + 40, heads, D))
+        x[bounds[-1] :] = np.nan
+        return x.astype(np.float16)
+
+    inputs = [rows(b, 1) for b in (bounds_q, bounds_q, bounds_k, bounds_k)]
+    out, lse = (np.zeros(inputs[0].shape, FLOAT16), np.full((1, len(inputs[0])), -np.inf, np.float32))
+    want = [np.zeros(x.shape) for x in inputs[1:]]
+    for b in range(5):
+        i, j = slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
+        dout, *qkv = (x[None, at] for x, at in zip(inputs, (i, i, j, j), strict=True))
+        out[i], lse[:, i] = (x[0] for x in references.attention(*qkv, causal=True))
+        for total, part, at in zip(
+            want, references.attention_backward(dout, *qkv, causal=True), (i, j, j), strict=True
+        ):
+            total[at] = part[0]
+    layout = {"cu_seqlens_q": hopper.put(bounds_q), "cu_seqlens_k": hopper.put(bounds_k)}
+    layout |= {"max_seqlen_q": 100, "max_seqlen_k": 100}
+    targets = {n: hopper.guarded(x.shape, x.dtype) for n, x in zip(("dq", "dk", "dv"), inputs[1:], strict=True)}
+    arrays = map(hopper.put, (*inputs, out, lse))
+    got = flash_attention_backward(*arrays, causal=True, **layout, **targets)
+    assert ran_on_hopper(hopper, "attention_backward_dq_sm90")
+    assert_gradients(hopper, got, want, FLOAT16)
+    for x, used in zip(got, (bounds_q[-1], bounds_k[-1], bounds_k[-1]), strict=True):
+        assert (hopper.get(x)[used:] == 0).all()
 
 
 @pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
@@ -71,12 +115,39 @@ def test_any_order_of_completion(rng):
             np.testing.assert_allclose(x.astype(float), y.astype(float), atol=2e-3)
 
 
-def test_deterministic_runs_elsewhere(rng):
-    inputs = operands(rng, Sq=5, Sk=9)
-    with rawops.emulate(arch="sm_90a") as emu:
-        flash_attention_backward(*inputs, *forward(inputs), deterministic=True)
-    assert not any("sm90" in run.kernel for run in emu.report)
+@pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
+@pytest.mark.parametrize(("D", "options"), [(64, {"causal": True}), (128, {"window": (90, 70)}), (256, {})])
+def test_deterministic(rng, D, options):
+    """Blocks wait for their turn to add to dq: the same bits in any order of completion."""
+    inputs = operands(rng, Sq=70, Sk=200 if D < 256 else 70, D=D)
+    results = []
+    for completion in ("late", "random"):
+        with rawops.emulate(arch="sm_90a", completion=completion, seed=3) as emu:
+            arguments = (*inputs, *forward(inputs, **options))
+            results.append(flash_attention_backward(*arguments, **options, deterministic=True))
+            assert emu.report[-1].kernel.startswith("rawops::attention_backward_dq_sm90")
+    for x, y, want in zip(*results, references.attention_backward(*inputs, **options), strict=True):
+        np.testing.assert_array_equal(x, y)
+        np.testing.assert_allclose(x.astype(float), want, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_deterministic_on_gpu(device, rng, D, causal):
+    """More tiles than the GPU holds; some of the sums come out in another order without."""
+    inputs = [device.put(x) for x in operands(rng, B=2, Sq=2048, Sk=2048, Hq=8, Hkv=4, D=D)]
+    out, lse = flash_attention(*inputs[1:], causal=causal, return_lse=True)
+    first, *others = (
+        flash_attention_backward(*inputs, out, lse, causal=causal, deterministic=deterministic)
+        for deterministic in (True, True, True, False)
+    )
+    for other in others[:-1]:
+        assert all((x == y).all() for x, y in zip(first, other, strict=True))
+    assert not (first[0] == others[-1][0]).all()
+    for x, y in zip(first, others[-1], strict=True):
+        np.testing.assert_allclose(device.get(x).astype(float), device.get(y).astype(float), atol=4e-3)
 
 
 def test_shared_memory_fits():
-    assert all(sm90.shared_bytes(head_dim) <= 232448 for head_dim in (64, 128))
+    assert all(sm90.shared_bytes(head_dim) <= 232448 for head_dim in (64, 128, 256))

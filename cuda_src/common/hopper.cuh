@@ -128,6 +128,9 @@ __device__ inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group
 // Orders this thread's writes to shared memory before what TMA or wgmma reads there after the next barrier.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The same for all memory, and for what TMA has written before what this thread does next.
+__device__ inline void fence_async_proxy_everywhere() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 __device__ inline void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -249,6 +252,19 @@ __device__ inline void store_shared(uint32_t address, float value) {
 __device__ inline void store_shared(uint32_t address, const float (&values)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values[0]), "f"(values[1]),
                  "f"(values[2]), "f"(values[3])
+                 : "memory");
+}
+
+__device__ inline void store_quad(uint32_t address, const uint32_t (&words)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
+// Adds to four numbers in global memory, 16-byte aligned, each by itself.
+__device__ inline void add_global(float* address, const float (&values)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(values[0]),
+                 "f"(values[1]), "f"(values[2]), "f"(values[3])
                  : "memory");
 }
 

@@ -5,8 +5,10 @@
 
 namespace rawops {
 
-template <class T_, int D_, int BLOCK_M_, int STAGES_> struct HopperAttentionBackward {
+// kInTurn: who adds to dq waits for its turn, so that the sum is the same from call to call.
+template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_> struct HopperAttentionBackward {
     using T = T_;
+    static constexpr bool kInTurn = kInTurn_;
     static constexpr int D = D_, BLOCK_M = BLOCK_M_, BLOCK_N = 128, STAGES = STAGES_, CONSUMERS = 2;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     static constexpr int BOX = 64, BOXES = D / BOX, SPAN = 128;
@@ -25,7 +27,8 @@ template <class T_, int D_, int BLOCK_M_, int STAGES_> struct HopperAttentionBac
     static constexpr int K_AT = 0, V_AT = K_BYTES, Q_AT = 2 * K_BYTES, DOUT_AT = Q_AT + STAGES * Q_BYTES;
     static constexpr int DS_AT = DOUT_AT + STAGES * Q_BYTES, PARTS_AT = DS_AT + 2 * DS_BYTES;
     static constexpr int ROWS_AT = PARTS_AT + CONSUMERS * PART_BYTES, BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
-    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 48;  // barriers of k, v and the slots
+    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, the slots and the parts
+    static constexpr bool kWrites = kInTurn;  // a thread of warpgroup 0 takes the parts to global memory
 };
 
 struct AttentionBackwardMaps {
@@ -36,14 +39,17 @@ struct AttentionBackwardParams {
     void *dk, *dv;
     float* dq;         // for each sequence, head and tile of queries, its parts as `store_part` writes them
     const float* rows; // for each sequence, head and tile of queries: lse * log2(e) of its rows, then delta
+    int* turns;        // for each sequence, head and tile of queries, two: the tile of keys that may add to dq next
     AttentionStrides dk_strides, dv_strides;
-    int q_tiles;       // of a head and sequence
+    int q_tiles;       // of a head: in a sequence, or with cu_seqlens in all of them and one more in each
     float softmax_scale;
 };
 
 // The place of the first tile of queries of a sequence and head in `rows` and `dq`.
+template <class Tile>
 __device__ inline int first_query_tile(const AttentionParams& params, const AttentionBackwardParams& backward,
                                        const AttentionBlock& work, int head) {
+    if (params.call.cu_seqlens_q) return head * backward.q_tiles + work.q_begin / Tile::BLOCK_M + work.batch;
     return (work.batch * params.shape.heads + head) * backward.q_tiles;
 }
 
@@ -71,42 +77,78 @@ template <class Tile> struct BackwardExchange {
     RingBarriers<Tile::STAGES> q_barriers, dout_barriers;
     RingBarriers<1> keys_barriers;
     WorkSlots work;
+    RingBarriers<Tile::CONSUMERS> part_barriers;  // of each consumer's part of dq
 
     __device__ explicit BackwardExchange(char* memory)
         : shared(shared_address(memory)),
           q_barriers{shared + Tile::BARRIERS_AT},
           dout_barriers{q_barriers.base + q_barriers.BYTES},
           keys_barriers{dout_barriers.base + dout_barriers.BYTES},
-          work{reinterpret_cast<AttentionBlock*>(memory + Tile::WORK_AT), {keys_barriers.base + keys_barriers.BYTES}} {}
+          work{reinterpret_cast<AttentionBlock*>(memory + Tile::WORK_AT), {keys_barriers.base + keys_barriers.BYTES}},
+          part_barriers{work.barriers.base + work.barriers.BYTES} {}
 
     // By one thread; a __syncthreads() must follow.
     __device__ void init() const {
         q_barriers.init(Tile::CONSUMERS);
         dout_barriers.init(Tile::CONSUMERS);
         keys_barriers.init(Tile::CONSUMERS);
-        work.init(Tile::CONSUMERS);
+        work.init(Tile::CONSUMERS + Tile::kWrites);
+        part_barriers.init(1);
     }
 };
 
+// --- turns at adding to dq: tiles of keys in their order, so nobody waits for a tile that starts after its own
+
+__device__ inline void await_turn(const int* turn, int tile) {
+    int now;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    } while (now < tile);
+}
+
+__device__ inline void end_turn(int* turn) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+}
+
 // The producer: one thread that keeps the rings full.
-template <class Tile, class Schedule>
-__device__ inline void load_backward(const AttentionBackwardMaps& maps, const AttentionParams& params,
-                                     const AttentionBackwardParams& backward, const Schedule& schedule,
-                                     const BackwardExchange<Tile>& exchange) {
+template <class Tile> class BackwardProducer {
+public:
+    __device__ BackwardProducer(const AttentionBackwardMaps& maps_, const AttentionParams& params_,
+                                const AttentionBackwardParams& backward_, const BackwardExchange<Tile>& exchange_)
+        : maps(maps_), params(params_), backward(backward_), exchange(exchange_) {}
+
+    __device__ void run(const AttentionSchedule<true>& schedule) {
+        RingPosition<2> slot_work;
+#pragma unroll 1
+        for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
+            // One tile, but for sequences that are longer than stated.
+#pragma unroll 1
+            for (int further = 0;; further += params.shape.row_tiles) {
+                AttentionBlock& work = exchange.work.next(slot_work);
+                work = schedule.at(index);
+                work.tile += further;
+                if (work.tile * Tile::BLOCK_N >= work.k_len) break;
+                exchange.work.put(slot_work);
+                load(work);
+            }
+        }
+        exchange.work.next(slot_work).tile = -1;  // the end
+        exchange.work.put(slot_work);
+    }
+
+private:
+    const AttentionBackwardMaps& maps;
+    const AttentionParams& params;
+    const AttentionBackwardParams& backward;
+    const BackwardExchange<Tile>& exchange;
     RingPosition<Tile::STAGES> slot;
     RingPosition<1> slot_keys;
-    RingPosition<2> slot_work;
-    const bool is_packed = params.call.cu_seqlens_q != nullptr;
-    const uint32_t full = exchange.keys_barriers.full(0);
-#pragma unroll 1
-    for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
-        const AttentionBlock work = schedule.at(index);
-        exchange.work.next(slot_work) = work;
-        exchange.work.put(slot_work);
+
+    __device__ void load(const AttentionBlock& work) {
         const QueryTiles<Tile> tiles(params.shape, work);
-        if (tiles.first >= tiles.end) continue;
-        const int batch = is_packed ? 0 : work.batch;
-        const int key = work.k_begin + work.tile * Tile::BLOCK_N;
+        if (tiles.first >= tiles.end) return;
+        const int batch = params.call.cu_seqlens_q ? 0 : work.batch, key = work.k_begin + work.tile * Tile::BLOCK_N;
+        const uint32_t full = exchange.keys_barriers.full(0);
         barrier_wait(exchange.keys_barriers.empty(0), slot_keys.phase ^ 1);
         barrier_arrive_expect(full, 2 * Tile::K_BYTES);
         load_rows<Tile::BLOCK_N, Tile::BOX, Tile::BOXES>(exchange.shared + Tile::K_AT, maps.k,
@@ -117,30 +159,61 @@ __device__ inline void load_backward(const AttentionBackwardMaps& maps, const At
 #pragma unroll 1
         for (int head = work.head; head < work.head + params.shape.group; ++head) {
             const float* rows =
-                backward.rows + int64_t(first_query_tile(params, backward, work, head)) * (2 * Tile::BLOCK_M);
+                backward.rows + int64_t(first_query_tile<Tile>(params, backward, work, head)) * (2 * Tile::BLOCK_M);
 #pragma unroll 1
             for (int tile = tiles.first; tile < tiles.end; ++tile) {
-                const int row = work.q_begin + tile * Tile::BLOCK_M;
-                const uint32_t q_full = exchange.q_barriers.full(slot.stage);
-                barrier_wait(exchange.q_barriers.empty(slot.stage), slot.phase ^ 1);
-                barrier_arrive_expect(q_full, Tile::Q_BYTES + Tile::ROWS_BYTES);
-                load_rows<Tile::BLOCK_M, Tile::BOX, Tile::BOXES>(
-                    exchange.shared + Tile::Q_AT + slot.stage * Tile::Q_BYTES, maps.q, {0, row, head, batch, 0},
-                    q_full);
-                bulk_load(exchange.shared + Tile::ROWS_AT + slot.stage * Tile::ROWS_BYTES,
-                          rows + tile * (2 * Tile::BLOCK_M), Tile::ROWS_BYTES, q_full);
-                const uint32_t dout_full = exchange.dout_barriers.full(slot.stage);
-                barrier_wait(exchange.dout_barriers.empty(slot.stage), slot.phase ^ 1);
-                barrier_arrive_expect(dout_full, Tile::Q_BYTES);
-                load_rows<Tile::BLOCK_M, Tile::BOX, Tile::BOXES>(
-                    exchange.shared + Tile::DOUT_AT + slot.stage * Tile::Q_BYTES, maps.dout, {0, row, head, batch, 0},
-                    dout_full);
-                slot.advance();
+                load_queries({0, work.q_begin + tile * Tile::BLOCK_M, head, batch, 0}, rows + tile * (2 * Tile::BLOCK_M));
             }
         }
     }
-    exchange.work.next(slot_work).tile = -1;  // the end
-    exchange.work.put(slot_work);
+
+    __device__ void load_queries(TensorCoordinates from, const float* rows) {
+        const uint32_t q_full = exchange.q_barriers.full(slot.stage);
+        barrier_wait(exchange.q_barriers.empty(slot.stage), slot.phase ^ 1);
+        barrier_arrive_expect(q_full, Tile::Q_BYTES + Tile::ROWS_BYTES);
+        load_rows<Tile::BLOCK_M, Tile::BOX, Tile::BOXES>(exchange.shared + Tile::Q_AT + slot.stage * Tile::Q_BYTES,
+                                                         maps.q, from, q_full);
+        bulk_load(exchange.shared + Tile::ROWS_AT + slot.stage * Tile::ROWS_BYTES, rows, Tile::ROWS_BYTES, q_full);
+        const uint32_t dout_full = exchange.dout_barriers.full(slot.stage);
+        barrier_wait(exchange.dout_barriers.empty(slot.stage), slot.phase ^ 1);
+        barrier_arrive_expect(dout_full, Tile::Q_BYTES);
+        load_rows<Tile::BLOCK_M, Tile::BOX, Tile::BOXES>(exchange.shared + Tile::DOUT_AT + slot.stage * Tile::Q_BYTES,
+                                                         maps.dout, from, dout_full);
+        slot.advance();
+    }
+};
+
+// The thread that takes parts of dq from shared memory to the sum in global memory, in turn.
+template <class Tile>
+__device__ inline void write_parts(const AttentionParams& params, const AttentionBackwardParams& backward,
+                                   const BackwardExchange<Tile>& exchange) {
+    RingPosition<2> slot_work;
+    uint32_t phase = 0;
+#pragma unroll 1
+    while (true) {
+        const AttentionBlock& work = exchange.work.take(slot_work);
+        if (work.tile < 0) break;
+        const QueryTiles<Tile> tiles(params.shape, work);
+#pragma unroll 1
+        for (int head = work.head; head < work.head + params.shape.group; ++head) {
+            const int first = first_query_tile<Tile>(params, backward, work, head);
+#pragma unroll 1
+            for (int place = first + tiles.first; place < first + tiles.end; ++place, phase ^= 1) {
+                constexpr int BYTES = Tile::CONSUMERS * Tile::PART_BYTES;
+                for (int i = 0; i < Tile::CONSUMERS; ++i) barrier_wait(exchange.part_barriers.full(i), phase);
+                await_turn(backward.turns + 2 * place, work.tile);
+                fence_async_proxy_everywhere();
+                bulk_add(backward.dq + int64_t(place) * (BYTES / 4), exchange.shared + Tile::PARTS_AT, BYTES);
+                tma_store_commit();
+                tma_store_wait_read();
+                for (int i = 0; i < Tile::CONSUMERS; ++i) barrier_arrive(exchange.part_barriers.empty(i));
+                tma_store_wait();
+                fence_async_proxy_everywhere();
+                end_turn(backward.turns + 2 * place);
+            }
+        }
+        exchange.work.release(slot_work, true);
+    }
 }
 
 }  // namespace rawops

@@ -14,8 +14,9 @@
 namespace rawops {
 
 // The fields are those of HopperAttentionBackward.
-template <class T_, int D_, int BLOCK_M_, int STAGES_> struct HopperAttentionBackwardWide {
+template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_> struct HopperAttentionBackwardWide {
     using T = T_;
+    static constexpr bool kInTurn = kInTurn_, kWrites = false;
     static constexpr int D = D_, BLOCK_M = BLOCK_M_, BLOCK_N = 64, STAGES = STAGES_, CONSUMERS = 2;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     static constexpr int BOX = 64, BOXES = D / BOX, SPAN = 128;
@@ -32,7 +33,7 @@ template <class T_, int D_, int BLOCK_M_, int STAGES_> struct HopperAttentionBac
     static constexpr int K_AT = 0, V_AT = K_BYTES, Q_AT = 2 * K_BYTES, DOUT_AT = Q_AT + STAGES * Q_BYTES;
     static constexpr int DS_AT = DOUT_AT + STAGES * Q_BYTES, P_AT = DS_AT + DS_BYTES;
     static constexpr int ROWS_AT = P_AT + DS_BYTES, BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
-    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 48;  // barriers of k, v and the slots
+    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, the slots and the parts
 };
 
 template <class Tile> class BackwardConsumerWide : BackwardGroup<Tile> {
@@ -52,8 +53,9 @@ public:
             Gradient dv;
             const bool is_seen = this->pass(work, first_key, [&](const KeyRange(&seen)[2], bool is_masked, int row,
                                                                  bool is_first, int place) {
-                step_values(dv, seen, is_masked, row, !is_first, place);
+                step_values(dv, seen, is_masked, row, !is_first, place, work.tile);
             });
+            end_turn();
             if (!is_seen) this->clear(dv);
             this->store_dv(dv, work, this->own_key(first_key));
         });
@@ -65,14 +67,17 @@ public:
             Gradient dk;
             const bool is_seen = this->pass(
                 work, first_key, [&](const KeyRange(&)[2], bool, int, bool is_first, int place) {
-                    step_keys(dk, !is_first, place);
+                    step_keys(dk, !is_first, place, work.tile);
                 });
+            end_turn();
             if (!is_seen) this->clear(dk);
             this->store_dk(dk, work, this->own_key(first_key));
         });
     }
 
 private:
+    int* turn = nullptr;  // that the warpgroup has, at its half of a tile of dq
+
     // Named barriers of both warpgroups.
     static constexpr int kWeightsId = 1, kGradientsId = 4, kBoth = Tile::CONSUMERS * kWarpGroupSize;
 
@@ -82,11 +87,12 @@ private:
     }
 
     __device__ void step_values(Gradient& dv, const KeyRange (&seen)[2], bool is_masked, int row, bool accumulate,
-                                int place) {
+                                int place, int tile) {
         Scores s;
         Weights p;
         barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
         this->multiply_keys(s, exchange.shared + Tile::K_AT, this->q());
+        end_turn();
         wgmma_wait<0>();
         hold(s);
         this->make_weights(s, seen, is_masked, row);
@@ -99,17 +105,18 @@ private:
         barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
         this->multiply_rows(dv, p, this->dout(), accumulate);
         sync_group<kBoth>(kGradientsId);
-        add_queries(place, [&] {
+        add_queries(place, tile, [&] {
             hold(dv);
             if (leads()) barrier_arrive(exchange.dout_barriers.empty(slot.stage));
         });
     }
 
-    __device__ void step_keys(Gradient& dk, bool accumulate, int place) {
+    __device__ void step_keys(Gradient& dk, bool accumulate, int place, int tile) {
         Scores ds_values;
         Weights p, ds_narrow;
         barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
         this->multiply_keys(ds_values, exchange.shared + Tile::V_AT, this->dout());
+        end_turn();
         barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
         wgmma_wait<0>();
         hold(ds_values);
@@ -127,15 +134,33 @@ private:
         this->multiply_rows(dk, ds_narrow, this->q(), accumulate);
         // Whose weights come next has read dS, and so has this one: one tile of each is enough.
         sync_group<kBoth>(kGradientsId);
-        add_queries(place, [&] {
+        add_queries(place, tile, [&] {
             hold(dk);
             if (leads()) barrier_arrive(exchange.q_barriers.empty(slot.stage));
         });
     }
 
+    __device__ void begin_turn(int place, int tile) {
+        if constexpr (Tile::kInTurn) {
+            turn = this->backward.turns + 2 * place + number;
+            if (leads()) await_turn(turn, tile);
+            this->sync();
+        }
+    }
+    // Some time after the additions, so as not to wait for them.
+    __device__ void end_turn() {
+        if constexpr (Tile::kInTurn) {
+            if (!turn) return;
+            __threadfence();
+            this->sync();
+            if (leads()) rawops::end_turn(turn);
+            turn = nullptr;
+        }
+    }
+
     // Makes the warpgroup's half of dq's columns, one box of them after the other, for want of registers, and adds them
     // to the sum in global memory. `release` comes when the product before these is complete.
-    template <class Release> __device__ void add_queries(int place, Release release) const {
+    template <class Release> __device__ void add_queries(int place, int tile, Release release) {
         constexpr int BOXES = Tile::BOXES / Tile::CONSUMERS, BOX_FLOATS = Tile::BLOCK_M * Tile::BOX;
         float* to = this->backward.dq + (int64_t(place) * Tile::BOXES + number * BOXES) * BOX_FLOATS + thread * 4;
 #pragma unroll
@@ -148,6 +173,7 @@ private:
             }
             wgmma_wait<0>();
             hold(part);
+            if (box == 0) begin_turn(place, tile);
 #pragma unroll
             for (int i = 0; i < Tile::BOX / 2; i += 4) {
                 add_global(to + box * BOX_FLOATS + i * kWarpGroupSize, four(&part[i]));
