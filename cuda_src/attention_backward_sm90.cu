@@ -61,16 +61,17 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-template <class T, int D, int BLOCK_M, int STAGES, bool kInTurn, bool kWide = (D > 128)> struct BackwardTile {
-    using Type = HopperAttentionBackward<T, D, BLOCK_M, STAGES, kInTurn>;
+template <class T, int D, int BLOCK_M, int STAGES, bool kInTurn, int kScore, bool kWide = (D > 128)>
+struct BackwardTile {
+    using Type = HopperAttentionBackward<T, D, BLOCK_M, STAGES, kInTurn, kScore>;
 };
-template <class T, int D, int BLOCK_M, int STAGES, bool kInTurn>
-struct BackwardTile<T, D, BLOCK_M, STAGES, kInTurn, true> {
-    using Type = HopperAttentionBackwardWide<T, D, BLOCK_M, STAGES, kInTurn>;
+template <class T, int D, int BLOCK_M, int STAGES, bool kInTurn, int kScore>
+struct BackwardTile<T, D, BLOCK_M, STAGES, kInTurn, kScore, true> {
+    using Type = HopperAttentionBackwardWide<T, D, BLOCK_M, STAGES, kInTurn, kScore>;
 };
 
-template <class T, int D, int BLOCK_M, int STAGES, bool kInTurn,
-          class Tile = typename BackwardTile<T, D, BLOCK_M, STAGES, kInTurn>::Type>
+template <class T, int D, int BLOCK_M, int STAGES, bool kInTurn, int kScore,
+          class Tile = typename BackwardTile<T, D, BLOCK_M, STAGES, kInTurn, kScore>::Type>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     attention_backward_sm90(const __grid_constant__ AttentionBackwardMaps maps,
                             const __grid_constant__ AttentionParams params,

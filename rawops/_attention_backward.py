@@ -226,8 +226,7 @@ def _run(call: _Call) -> None:
     fields["softmax_scale"] = call.options.scale(sizes.head_dim)
     delta = device.empty(sizes.lse, np.dtype(np.float32))
     fields |= {name: device.pointer(x) for name, x in {**named, "delta": delta}.items() if name in PARAMS.fields}
-    if call.dropout is not None:
-        fields |= call.dropout.fields(call.function, device)
+    fields |= _dropout_fields(call)
     params = (PARAMS.pack(*(fields.get(name, 0) for name in PARAMS.fields)),)
 
     choices = {"dtype": problem.dtype, "tile": tile.cpp, "access": access, "score": problem.score}
@@ -243,6 +242,10 @@ def _run(call: _Call) -> None:
             KEYS.kernel(device, **choices, of=of).launch((blocks, 1, 1), threads, params, memory)
 
 
+def _dropout_fields(call: _Call) -> dict:
+    return {} if call.dropout is None else call.dropout.fields(call.function, call.device)
+
+
 def _run_on_hopper(call: _Call, problem: Problem) -> bool:
     """Launch the Hopper kernels, where they are the ones to run."""
     views, addresses = {}, {}
@@ -253,9 +256,10 @@ def _run_on_hopper(call: _Call, problem: Problem) -> bool:
         views[name] = sm90.View((1,) * (4 - x.ndim) + tuple(x.shape), strides, address % 16)
     if not sm90.supports(call.device, problem, views, call.is_deterministic):
         return False
-    for name in ("lse", "cu_seqlens_q", "cu_seqlens_k"):
+    for name in ("lse", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"):
         addresses[name] = call.device.pointer(call.named[name])
     fields = shape_fields(call.function, call.named, call.sizes, problem, call.options) | call.strides("out")
     fields["softmax_scale"] = call.options.scale(call.sizes.head_dim)
+    fields |= _dropout_fields(call)
     sm90.run(call.device, problem, views, fields, addresses, call.is_deterministic)
     return True

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rawops._attention_config import PARAMS, Problem
+from rawops._attention_config import BIAS, PARAMS, SCORES, Problem
 from rawops._attention_operands import AXES
 from rawops._attention_sm90 import View, map_of, movable, section_of
 from rawops._runtime.kernel import KernelSpec, ParamStruct
@@ -34,9 +34,10 @@ def _spec(entry: str, choices: dict, **smoke) -> KernelSpec:
 ROWS = _spec("attention_backward_rows_sm90", {**_CHOICES, "block_n": (64, 128)}, block_n=128)
 MAIN = _spec(
     "attention_backward_sm90",
-    {**_CHOICES, "stages": (_STAGES,), "in_turn": (False, True)},
+    {**_CHOICES, "stages": (_STAGES,), "in_turn": (False, True), "score": tuple(s for s in SCORES if not s & BIAS)},
     stages=_STAGES,
     in_turn=True,
+    score=0,
 )
 QUERIES = _spec("attention_backward_dq_sm90", _CHOICES)
 
@@ -57,13 +58,13 @@ def _head_dim(problem: Problem) -> int | None:
 
 
 def supports(device, problem: Problem, views: Mapping[str, View], deterministic: bool) -> bool:
-    """Tell whether the kernels can run a problem: Hopper, plain scores, readable by TMA.
+    """Tell whether the kernels can run a problem: Hopper, no bias, readable by TMA.
 
     Blocks that take turns must know how many tiles a sequence has, so `deterministic` excludes cu_seqlens.
     """
     return (
         MAIN.exists_on(device.capability)
-        and not problem.score
+        and not problem.score & BIAS
         and not (problem.varlen and deterministic)
         and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
         and _head_dim(problem) is not None
@@ -85,7 +86,7 @@ def run(
     fields : dict
         Those of AttentionShape, but for the configuration, and "softmax_scale".
     addresses : dict
-        Of the same arrays, and of "lse", "cu_seqlens_q" and "cu_seqlens_k".
+        Of the same arrays, and of "lse", "alibi_slopes", "cu_seqlens_q" and "cu_seqlens_k".
     deterministic : bool
         Blocks add to dq in a fixed order.
     """
@@ -126,18 +127,18 @@ def _run_main(device, problem: Problem, values: tuple, choices: dict, determinis
     uneven = (problem.is_masked or problem.varlen) and tiles > 2 * blocks
     counter = device.zero() if uneven or deterministic else None
     values = (*values, section, 0 if counter is None else device.pointer(counter))
-    kernel = MAIN.kernel(device, **choices, stages=_STAGES, in_turn=deterministic)
-    kernel.launch((blocks, 1, 1), ((1 + _CONSUMERS) * 128, 1, 1), values, shared_bytes(D))
+    kernel = MAIN.kernel(device, **choices, stages=_STAGES, in_turn=deterministic, score=problem.score)
+    kernel.launch((blocks, 1, 1), ((1 + _CONSUMERS) * 128, 1, 1), values, shared_bytes(D, deterministic))
 
 
-def shared_bytes(head_dim: int) -> int:
+def shared_bytes(head_dim: int, in_turn: bool) -> int:
     """k and v, the rings of q and dout with two numbers a row, dS twice, parts of dq, barriers, two tiles' places.
 
-    For wide heads, which have no room for dq, dS and P.
+    For wide heads, which have no room for dq, dS and P. Who waits for turns has two places for parts.
     """
     block_m, block_n = _BLOCK_M[head_dim], _BLOCK_N[head_dim]
     keys, ring = 2 * block_n * head_dim * 2, _STAGES * (2 * block_m * head_dim * 2 + block_m * 8 + 32)
-    parts = _CONSUMERS * 64 * 64 * 4 if head_dim <= 128 else 0
+    parts = (1 + in_turn) * _CONSUMERS * 64 * 64 * 4 if head_dim <= 128 else 0
     return keys + ring + 2 * block_n * block_m * 2 + parts + 80 + 72
 
 

@@ -29,7 +29,8 @@ def forward(inputs: tuple, **options) -> tuple:
 def check(device, inputs: tuple, **options) -> None:
     targets = {n: device.guarded(x.shape, x.dtype) for n, x in zip(("dq", "dk", "dv"), inputs[1:], strict=True)}
     arrays = map(device.put, (*inputs, *forward(inputs, **options)))
-    got = flash_attention_backward(*arrays, **options, **targets)
+    on_device = {name: device.put(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    got = flash_attention_backward(*arrays, **on_device, **targets)
     assert ran_on_hopper(device, "attention_backward_dq_sm90")
     assert_gradients(device, got, references.attention_backward(*inputs, **options), inputs[1].dtype)
 
@@ -60,6 +61,21 @@ def test_masks(hopper, rng, D, mask):
 def test_groups(hopper, rng):
     """The query heads of a group add up in their KV head, in every sequence."""
     check(hopper, operands(rng, B=2, Sq=66, Sk=66, Hq=4, Hkv=2), causal=True, softmax_scale=0.3)
+
+
+DROPS = {"dropout_p": 0.3, "dropout_seed": 2**40 + 3, "dropout_offset": 2}
+SCORES = {
+    "softcap": {"softcap": 1.5, "causal": True},
+    "alibi": {"alibi_slopes": np.array([0.2, 0.4], np.float32), "window": (30, None)},
+    "negative scale": {"softmax_scale": -0.2, "causal": True},
+    "dropout": DROPS,
+    "all": {"softcap": 2.0, "alibi_slopes": np.array([0.2, 0.4], np.float32), "causal": True, **DROPS},
+}
+
+
+@pytest.mark.parametrize(("D", "scores"), [*((64, name) for name in SCORES), (128, "dropout"), (256, "all")])
+def test_scores(hopper, rng, D, scores):
+    check(hopper, operands(rng, Sq=70, Sk=80, Hq=2, D=D), **SCORES[scores])
 
 
 @pytest.mark.parametrize("head_dims", [(96, 96), (40, 72), (192, 128)], ids=str)
@@ -150,4 +166,4 @@ def test_deterministic_on_gpu(device, rng, D, causal):
 
 
 def test_shared_memory_fits():
-    assert all(sm90.shared_bytes(head_dim) <= 232448 for head_dim in (64, 128, 256))
+    assert all(sm90.shared_bytes(head_dim, in_turn) <= 232448 for head_dim in (64, 128, 256) for in_turn in (0, 1))

@@ -11,9 +11,19 @@
 // delta is the sum over the row of dout * out (Dao, 2023, arXiv:2307.08691). The query heads of a group go by one after
 // another, so that their sums end up in dk and dv.
 #pragma once
+#include "dropout.cuh"
 #include "hopper_attention_backward_tile.cuh"
 
 namespace rawops {
+
+// A tile of queries, as a warpgroup with 64 keys meets it.
+struct QueryTile {
+    KeyRange seen[2];      // queries that the thread's two keys are seen from
+    bool is_masked;        // some query does not see some key
+    int first_key, row;    // of the warpgroup and of the tile
+    int head, place;       // the place is among all tiles
+    bool accumulate;       // it is not the first one
+};
 
 // A consumer warpgroup: what those of all tiles do alike.
 template <class Tile> class BackwardGroup {
@@ -38,6 +48,8 @@ protected:
     const int number, thread;
     RingPosition<Tile::STAGES> slot;
     RingPosition<1> slot_keys;
+    static constexpr bool kDrops = (Tile::kScore & kScoreDropout) != 0;
+    static constexpr bool kCaps = (Tile::kScore & kScoreSoftcap) != 0, kSlopes = (Tile::kScore & kScoreAlibi) != 0;
     static constexpr int kClearedId = 5;  // a named barrier of both warpgroups
 
     __device__ bool leads() const { return thread == 0; }
@@ -66,19 +78,21 @@ protected:
         return first_key + thread / kWarpSize * 16 + thread % kWarpSize / 4;
     }
 
-    // Takes the tiles of queries that see the warpgroup's keys; false where there is none. `step` gets the keys' ranges
-    // of queries, whether these cut the tile, its first row, whether it is the first one, and its place among all tiles.
+    // Takes the tiles of queries that see the warpgroup's keys; false where there is none.
     template <class Step> __device__ bool pass(const AttentionBlock& work, int first_key, Step step) {
         const QueryTiles<Tile> tiles(params.shape, work);
         if (tiles.first >= tiles.end) return false;
         const int key = own_key(first_key);
-        const KeyRange seen[2] = {seen_from(work, params.shape, key), seen_from(work, params.shape, key + 8)};
+        QueryTile now = {{seen_from(work, params.shape, key), seen_from(work, params.shape, key + 8)}};
+        now.first_key = first_key;
+        now.head = work.head;
+        now.place = first_query_tile<Tile>(params, backward, work, work.head) + tiles.first;
         // tiles all of whose rows see all keys of the warpgroup
         const bool is_whole = first_key + 64 <= work.k_len;
         const int whole_first = ceil_div(seen_from(work, params.shape, first_key + 63).begin, Tile::BLOCK_M);
         const int whole_end = is_whole ? seen_from(work, params.shape, first_key).end / Tile::BLOCK_M : 0;
         const int steps = params.shape.group * (tiles.end - tiles.first);
-        int tile = tiles.first, place = first_query_tile<Tile>(params, backward, work, work.head) + tile;
+        int tile = tiles.first;
         barrier_wait(exchange.keys_barriers.full(0), slot_keys.phase);
         slot_keys.advance();
         const bool is_packed = params.call.cu_seqlens_q;  // then rows of other sequences may follow those of a tile
@@ -94,12 +108,16 @@ protected:
                 barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
                 clear_rows<Tile::BLOCK_M>(number == 0 ? q() : dout(), queries);
             }
-            step(seen, tile < whole_first || tile >= whole_end, tile * Tile::BLOCK_M, i == 0, place);
+            now.is_masked = tile < whole_first || tile >= whole_end;
+            now.row = tile * Tile::BLOCK_M;
+            now.accumulate = i > 0;
+            step(now);
             slot.advance();
-            ++place;
+            ++now.place;
             if (++tile == tiles.end) {  // on to the next head of the group
                 tile = tiles.first;
-                place += backward.q_tiles - (tiles.end - tiles.first);
+                now.place += backward.q_tiles - (tiles.end - tiles.first);
+                ++now.head;
             }
         }
         if (leads()) barrier_arrive(exchange.keys_barriers.empty(0));
@@ -119,31 +137,99 @@ protected:
         sync_group<Tile::CONSUMERS * kWarpGroupSize>(kClearedId);
     }
 
-    // Makes weights of products with keys: 2 ** (scale * product - lse).
-    __device__ void make_weights(Scores& s, const KeyRange (&seen)[2], bool is_masked, int row) const {
-        if (is_masked) mask_scores(s, seen, row + thread % 4 * 2);
+    // Makes weights of products with keys, narrow for the next ones: `p` as dv takes it, 0 where dropout took it; `by_score`
+    // as dS takes it, with the derivative of the score, and with the sign bit where dropout took it.
+    __device__ void make_weights(Scores& s, Weights& p, Weights& by_score, const AttentionBlock& work,
+                                 const QueryTile& queries) const {
+        if constexpr (Tile::kScore != 0) {
+            make_other_weights(s, p, by_score, work, queries);
+        } else {
+            if (queries.is_masked) {
+                const int column = queries.row + thread % 4 * 2;
+                mask_scores(s, 0, queries.seen[0], column);
+                mask_scores(s, 1, queries.seen[1], column);
+            }
 #pragma unroll
-        for (int i = 0; i < Tile::BLOCK_M / 2; i += 4) {
-            const float2 lse = load_pair(rows() + i * 8);
-            s[i] = exp2_approx(s[i] * params.shape.scale - lse.x);
-            s[i + 1] = exp2_approx(s[i + 1] * params.shape.scale - lse.y);
-            s[i + 2] = exp2_approx(s[i + 2] * params.shape.scale - lse.x);
-            s[i + 3] = exp2_approx(s[i + 3] * params.shape.scale - lse.y);
+            for (int i = 0; i < Tile::BLOCK_M / 2; i += 4) {
+                const float2 lse = load_pair(rows() + i * 8);
+                s[i] = exp2_fast(s[i] * params.shape.scale - lse.x);
+                s[i + 1] = exp2_fast(s[i + 1] * params.shape.scale - lse.y);
+                s[i + 2] = exp2_fast(s[i + 2] * params.shape.scale - lse.x);
+                s[i + 3] = exp2_fast(s[i + 3] * params.shape.scale - lse.y);
+            }
+            narrow_weights<T>(by_score, s);
+        }
+        if constexpr (!kCaps) keep(p, by_score);
+    }
+
+    __device__ void make_other_weights(const Scores& s, Weights& p, Weights& by_score, const AttentionBlock& work,
+                                       const QueryTile& queries) const {
+        const AttentionShape& shape = params.shape;
+        const int lane = thread % kWarpSize, key = own_key(queries.first_key);
+        float slope = 0;
+        if constexpr (kSlopes) slope = params.call.alibi_slopes[work.batch * shape.alibi_batch + queries.head] * kLog2e;
+        const Dropout dropout(shape, work.batch, queries.head);
+        DropoutNumbers numbers;
+#pragma unroll
+        for (int atom = 0; atom < Tile::BLOCK_M / 8; ++atom) {
+            const float2 lse = load_pair(rows() + atom * 32);
+            const int first = queries.row + atom * 8;
+            if constexpr (kDrops) {
+                if (atom % 2 == 0) numbers = dropout.of_keys(first, queries.first_key + thread / kWarpSize * 16, lane);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const KeyRange& seen = queries.seen[half];
+                float weights[2], others[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int query = first + lane % 4 * 2 + j;
+                    float score = s[atom * 4 + half * 2 + j] * shape.scale, derivative = 1;
+                    if constexpr (kCaps) {
+                        const float capped = tanh_fast(score);
+                        score = shape.softcap * capped;
+                        derivative = 1 - capped * capped;
+                    }
+                    if constexpr (kSlopes) {
+                        score -= slope * fabsf(float(query + work.k_len - work.q_len - key - half * 8));
+                    }
+                    if (queries.is_masked && !(query >= seen.begin && query < seen.end)) score = -infinity();
+                    weights[j] = exp2_fast(score - (j == 0 ? lse.x : lse.y));
+                    others[j] = weights[j] * derivative;
+                    if (kDrops && !numbers.keeps(atom % 2, half * 2 + j)) {
+                        weights[j] = 0;
+                        others[j] = -others[j];
+                    }
+                }
+                if constexpr (kCaps) p[atom / 2][atom % 2 * 2 + half] = narrow_pair<T>(weights[0], weights[1]);
+                by_score[atom / 2][atom % 2 * 2 + half] = narrow_pair<T>(others[0], others[1]);
+            }
+        }
+    }
+
+    // Without a softcap the weights of dv are the others, but for 0 where the sign is.
+    static __device__ void keep(Weights& p, const Weights& by_score) {
+#pragma unroll
+        for (int i = 0; i < Tile::BLOCK_M / 4; ++i) {
+            const uint32_t pair = by_score[i / 4][i % 4], signs = pair >> 15 & 0x00010001;
+            p[i / 4][i % 4] = kDrops ? pair & ~(signs * 0xffff) : pair;
         }
     }
 
     // Turns dP into dS = P * (dP - delta).
-    __device__ void differentiate(Scores& ds, const Weights& p) const {
+    __device__ void differentiate(Scores& ds, const Weights& by_score) const {
 #pragma unroll
-        for (int i = 0; i < Tile::BLOCK_M / 2; i += 4) {
-            const float2 delta = load_pair(rows() + Tile::BLOCK_M * 4 + i * 8);
-#pragma unroll
-            for (int half = 0; half < 4; half += 2) {
-                const float2 weights = widen_pair<T>(p[i / 8][(i + half) / 2 % 4]);
-                ds[i + half] = weights.x * (ds[i + half] - delta.x);
-                ds[i + half + 1] = weights.y * (ds[i + half + 1] - delta.y);
-            }
+        for (int i = 0; i < Tile::BLOCK_M / 2; i += 2) {
+            const float2 delta = load_pair(rows() + Tile::BLOCK_M * 4 + i / 4 * 32);
+            const float2 weights = widen_pair<T>(by_score[i / 8][i / 2 % 4]);
+            ds[i] = by_product(weights.x, ds[i], delta.x);
+            ds[i + 1] = by_product(weights.y, ds[i + 1], delta.y);
         }
+    }
+    __device__ float by_product(float weight, float value, float delta) const {
+        if constexpr (!kDrops) return weight * (value - delta);
+        const float kept = __float_as_int(weight) < 0 ? 0 : value * params.shape.dropout.scale;
+        return fabsf(weight) * (kept - delta);
     }
 
     // Issues s = keys @ rows^T, of 64 keys or, for dout, their values.
@@ -210,7 +296,7 @@ protected:
         store(dk, backward.softmax_scale, backward.dk, backward.dk_strides, work, key, params.shape.head_dim);
     }
     __device__ void store_dv(const Gradient& dv, const AttentionBlock& work, int key) const {
-        store(dv, 1, backward.dv, backward.dv_strides, work, key, params.shape.head_dim_v);
+        store(dv, kDrops ? params.shape.dropout.scale : 1, backward.dv, backward.dv_strides, work, key, params.shape.head_dim_v);
     }
     static __device__ void clear(Gradient& gradient) {
 #pragma unroll
@@ -234,10 +320,8 @@ public:
         this->take([&](const AttentionBlock& work) {
             const int first_key = work.tile * Tile::BLOCK_N + number * 64, key = this->own_key(first_key);
             Gradient dk, dv;
-            const bool is_seen = this->pass(work, first_key, [&](const KeyRange(&seen)[2], bool is_masked, int row,
-                                                                 bool is_first, int place) {
-                step(dk, dv, seen, is_masked, row, !is_first, place);
-            });
+            const bool is_seen =
+                this->pass(work, first_key, [&](const QueryTile& queries) { step(dk, dv, work, queries); });
             if (!is_seen) {
                 this->clear(dk);
                 this->clear(dv);
@@ -249,41 +333,47 @@ public:
     }
 
 private:
-    int ds_buffer = 0;
-    uint32_t part_phase = 0;
+    static constexpr bool kLate = Tile::kScore != 0;  // such weights take the registers of dP, which has to wait
 
-    // One tile of queries, from row `row` on.
-    __device__ void step(Gradient& dk, Gradient& dv, const KeyRange (&seen)[2], bool is_masked, int row,
-                         bool accumulate, int place) {
+    int ds_buffer = 0;
+    RingPosition<2> slot_part;
+
+    // One tile of queries.
+    __device__ void step(Gradient& dk, Gradient& dv, const AttentionBlock& work, const QueryTile& queries) {
         const uint32_t q = this->q(), dout = this->dout(), own = exchange.shared + number * 64 * Tile::SPAN;
         const uint32_t ds = exchange.shared + Tile::DS_AT + ds_buffer * Tile::DS_BYTES;
         Scores s, ds_values;
-        Weights p_narrow, ds_narrow;
+        Weights p, by_score, ds_narrow;
         barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
         this->multiply_keys(s, own + Tile::K_AT, q);
-        barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
-        this->multiply_keys(ds_values, own + Tile::V_AT, dout);
-        wgmma_wait<1>();
+        if constexpr (!kLate) {
+            barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
+            this->multiply_keys(ds_values, own + Tile::V_AT, dout);
+        }
+        wgmma_wait<(kLate ? 0 : 1)>();
         hold(s);
-        this->make_weights(s, seen, is_masked, row);
-        narrow_weights<T>(p_narrow, s);
+        this->make_weights(s, p, by_score, work, queries);
+        if constexpr (kLate) {
+            barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
+            this->multiply_keys(ds_values, own + Tile::V_AT, dout);
+        }
         wgmma_wait<0>();
         hold(ds_values);
-        this->differentiate(ds_values, p_narrow);
+        this->differentiate(ds_values, by_score);
         narrow_weights<T>(ds_narrow, ds_values);
-        this->multiply_rows(dv, p_narrow, dout, accumulate);
+        this->multiply_rows(dv, p, dout, queries.accumulate);
         // Two buffers take turns: who is here again has seen the other one through with the last but one.
         this->put(ds_narrow, ds, number * 64);
         sync_group<Tile::CONSUMERS * kWarpGroupSize>(1);
         float part[32];
         this->template multiply_part<64>(part, ds, number % Tile::PARTS_M, number / Tile::PARTS_M);
-        this->multiply_rows(dk, ds_narrow, q, accumulate);
+        this->multiply_rows(dk, ds_narrow, q, queries.accumulate);
         wgmma_wait<2>();
         hold(dv);
         if (leads()) barrier_arrive(exchange.dout_barriers.empty(slot.stage));
         wgmma_wait<1>();
         hold(part);
-        add_part(part, place);
+        add_part(part, queries.place);
         wgmma_wait<0>();
         hold(dk);
         if (leads()) barrier_arrive(exchange.q_barriers.empty(slot.stage));
@@ -292,10 +382,10 @@ private:
 
     // Adds the part to the sum in global memory, four registers of all threads after another.
     __device__ void add_part(const float (&part)[32], int place) {
-        const uint32_t staging = exchange.shared + Tile::PARTS_AT + number * Tile::PART_BYTES;
+        uint32_t staging = exchange.shared + Tile::PARTS_AT + number * Tile::PART_BYTES;
         if constexpr (Tile::kInTurn) {
-            barrier_wait(exchange.part_barriers.empty(number), part_phase ^ 1);
-            part_phase ^= 1;
+            staging += slot_part.stage * Tile::CONSUMERS * Tile::PART_BYTES;
+            barrier_wait(exchange.part_barriers.empty(slot_part.stage), slot_part.phase ^ 1);
         } else {
             if (leads()) tma_store_wait_read();  // of the tile before
             this->sync();
@@ -304,11 +394,10 @@ private:
         for (int i = 0; i < 32; i += 4) store_shared(staging + (i / 4 * kWarpGroupSize + thread) * 16, four(&part[i]));
         fence_async_proxy();
         this->sync();
-        if (leads()) {
-            if constexpr (Tile::kInTurn) {
-                barrier_arrive(exchange.part_barriers.full(number));
-                return;
-            }
+        if constexpr (Tile::kInTurn) {
+            if (leads()) barrier_arrive(exchange.part_barriers.full(slot_part.stage));
+            slot_part.advance();
+        } else if (leads()) {
             const int64_t at = int64_t(place) * Tile::CONSUMERS + number;
             bulk_add(this->backward.dq + at * (Tile::PART_BYTES / 4), staging, Tile::PART_BYTES);
             tma_store_commit();

@@ -6,9 +6,13 @@
 namespace rawops {
 
 // kInTurn: who adds to dq waits for its turn, so that the sum is the same from call to call.
-template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_> struct HopperAttentionBackward {
+// kScore: how scores are made; no bias.
+template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore_> struct HopperAttentionBackward {
     using T = T_;
     static constexpr bool kInTurn = kInTurn_;
+    static constexpr int kScore = kScore_;
+    static constexpr bool kWrites = kInTurn;  // a thread of warpgroup 0 takes the parts to global memory
+    static constexpr int PART_STAGES = kInTurn ? 2 : 1;
     static constexpr int D = D_, BLOCK_M = BLOCK_M_, BLOCK_N = 128, STAGES = STAGES_, CONSUMERS = 2;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     static constexpr int BOX = 64, BOXES = D / BOX, SPAN = 128;
@@ -26,9 +30,8 @@ template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_> struct Hop
     static constexpr int PART_BYTES = 64 * 64 * 4, ROWS_BYTES = 2 * BLOCK_M * 4;  // dq of a consumer; lse and delta
     static constexpr int K_AT = 0, V_AT = K_BYTES, Q_AT = 2 * K_BYTES, DOUT_AT = Q_AT + STAGES * Q_BYTES;
     static constexpr int DS_AT = DOUT_AT + STAGES * Q_BYTES, PARTS_AT = DS_AT + 2 * DS_BYTES;
-    static constexpr int ROWS_AT = PARTS_AT + CONSUMERS * PART_BYTES, BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
+    static constexpr int ROWS_AT = PARTS_AT + PART_STAGES * CONSUMERS * PART_BYTES, BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
     static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, the slots and the parts
-    static constexpr bool kWrites = kInTurn;  // a thread of warpgroup 0 takes the parts to global memory
 };
 
 struct AttentionBackwardMaps {
@@ -77,7 +80,7 @@ template <class Tile> struct BackwardExchange {
     RingBarriers<Tile::STAGES> q_barriers, dout_barriers;
     RingBarriers<1> keys_barriers;
     WorkSlots work;
-    RingBarriers<Tile::CONSUMERS> part_barriers;  // of each consumer's part of dq
+    RingBarriers<2> part_barriers;  // of all consumers' parts of dq
 
     __device__ explicit BackwardExchange(char* memory)
         : shared(shared_address(memory)),
@@ -93,7 +96,7 @@ template <class Tile> struct BackwardExchange {
         dout_barriers.init(Tile::CONSUMERS);
         keys_barriers.init(Tile::CONSUMERS);
         work.init(Tile::CONSUMERS + Tile::kWrites);
-        part_barriers.init(1);
+        part_barriers.init(1, Tile::CONSUMERS);
     }
 };
 
@@ -187,8 +190,7 @@ private:
 template <class Tile>
 __device__ inline void write_parts(const AttentionParams& params, const AttentionBackwardParams& backward,
                                    const BackwardExchange<Tile>& exchange) {
-    RingPosition<2> slot_work;
-    uint32_t phase = 0;
+    RingPosition<2> slot_work, slot;
 #pragma unroll 1
     while (true) {
         const AttentionBlock& work = exchange.work.take(slot_work);
@@ -198,15 +200,16 @@ __device__ inline void write_parts(const AttentionParams& params, const Attentio
         for (int head = work.head; head < work.head + params.shape.group; ++head) {
             const int first = first_query_tile<Tile>(params, backward, work, head);
 #pragma unroll 1
-            for (int place = first + tiles.first; place < first + tiles.end; ++place, phase ^= 1) {
+            for (int place = first + tiles.first; place < first + tiles.end; ++place, slot.advance()) {
                 constexpr int BYTES = Tile::CONSUMERS * Tile::PART_BYTES;
-                for (int i = 0; i < Tile::CONSUMERS; ++i) barrier_wait(exchange.part_barriers.full(i), phase);
+                const uint32_t parts = exchange.shared + Tile::PARTS_AT + slot.stage * BYTES;
+                barrier_wait(exchange.part_barriers.full(slot.stage), slot.phase);
                 await_turn(backward.turns + 2 * place, work.tile);
                 fence_async_proxy_everywhere();
-                bulk_add(backward.dq + int64_t(place) * (BYTES / 4), exchange.shared + Tile::PARTS_AT, BYTES);
+                bulk_add(backward.dq + int64_t(place) * (BYTES / 4), parts, BYTES);
                 tma_store_commit();
                 tma_store_wait_read();
-                for (int i = 0; i < Tile::CONSUMERS; ++i) barrier_arrive(exchange.part_barriers.empty(i));
+                barrier_arrive(exchange.part_barriers.empty(slot.stage));
                 tma_store_wait();
                 fence_async_proxy_everywhere();
                 end_turn(backward.turns + 2 * place);

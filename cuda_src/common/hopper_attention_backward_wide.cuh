@@ -14,9 +14,10 @@
 namespace rawops {
 
 // The fields are those of HopperAttentionBackward.
-template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_> struct HopperAttentionBackwardWide {
+template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore_> struct HopperAttentionBackwardWide {
     using T = T_;
     static constexpr bool kInTurn = kInTurn_, kWrites = false;
+    static constexpr int kScore = kScore_;
     static constexpr int D = D_, BLOCK_M = BLOCK_M_, BLOCK_N = 64, STAGES = STAGES_, CONSUMERS = 2;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     static constexpr int BOX = 64, BOXES = D / BOX, SPAN = 128;
@@ -51,10 +52,8 @@ public:
         this->take([&](const AttentionBlock& work) {
             const int first_key = work.tile * Tile::BLOCK_N;
             Gradient dv;
-            const bool is_seen = this->pass(work, first_key, [&](const KeyRange(&seen)[2], bool is_masked, int row,
-                                                                 bool is_first, int place) {
-                step_values(dv, seen, is_masked, row, !is_first, place, work.tile);
-            });
+            const bool is_seen =
+                this->pass(work, first_key, [&](const QueryTile& queries) { step_values(dv, work, queries); });
             end_turn();
             if (!is_seen) this->clear(dv);
             this->store_dv(dv, work, this->own_key(first_key));
@@ -65,10 +64,8 @@ public:
         this->take([&](const AttentionBlock& work) {
             const int first_key = work.tile * Tile::BLOCK_N;
             Gradient dk;
-            const bool is_seen = this->pass(
-                work, first_key, [&](const KeyRange(&)[2], bool, int, bool is_first, int place) {
-                    step_keys(dk, !is_first, place, work.tile);
-                });
+            const bool is_seen =
+                this->pass(work, first_key, [&](const QueryTile& queries) { step_keys(dk, work, queries); });
             end_turn();
             if (!is_seen) this->clear(dk);
             this->store_dk(dk, work, this->own_key(first_key));
@@ -86,34 +83,32 @@ private:
         return exchange.shared + Tile::P_AT + (step * kWarpGroupSize + thread) * 16;
     }
 
-    __device__ void step_values(Gradient& dv, const KeyRange (&seen)[2], bool is_masked, int row, bool accumulate,
-                                int place, int tile) {
+    __device__ void step_values(Gradient& dv, const AttentionBlock& work, const QueryTile& queries) {
         Scores s;
-        Weights p;
+        Weights p, by_score;
         barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
         this->multiply_keys(s, exchange.shared + Tile::K_AT, this->q());
         end_turn();
         wgmma_wait<0>();
         hold(s);
-        this->make_weights(s, seen, is_masked, row);
-        narrow_weights<T>(p, s);
+        this->make_weights(s, p, by_score, work, queries);
 #pragma unroll
-        for (int step = 0; step < Tile::BLOCK_M / 16; ++step) store_quad(weights_at(step), p[step]);
+        for (int step = 0; step < Tile::BLOCK_M / 16; ++step) store_quad(weights_at(step), by_score[step]);
         this->sync();
         if (leads()) barrier_arrive(exchange.q_barriers.empty(slot.stage));
         arrive_group<kBoth>(kWeightsId);
         barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
-        this->multiply_rows(dv, p, this->dout(), accumulate);
+        this->multiply_rows(dv, p, this->dout(), queries.accumulate);
         sync_group<kBoth>(kGradientsId);
-        add_queries(place, tile, [&] {
+        add_queries(queries.place, work.tile, [&] {
             hold(dv);
             if (leads()) barrier_arrive(exchange.dout_barriers.empty(slot.stage));
         });
     }
 
-    __device__ void step_keys(Gradient& dk, bool accumulate, int place, int tile) {
+    __device__ void step_keys(Gradient& dk, const AttentionBlock& work, const QueryTile& queries) {
         Scores ds_values;
-        Weights p, ds_narrow;
+        Weights by_score, ds_narrow;
         barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
         this->multiply_keys(ds_values, exchange.shared + Tile::V_AT, this->dout());
         end_turn();
@@ -126,15 +121,16 @@ private:
 #pragma unroll
         for (int step = 0; step < Tile::BLOCK_M / 16; ++step) {
             const uint4 four = load_quad(weights_at(step));
-            p[step][0] = four.x, p[step][1] = four.y, p[step][2] = four.z, p[step][3] = four.w;
+            by_score[step][0] = four.x, by_score[step][1] = four.y;
+            by_score[step][2] = four.z, by_score[step][3] = four.w;
         }
-        this->differentiate(ds_values, p);
+        this->differentiate(ds_values, by_score);
         narrow_weights<T>(ds_narrow, ds_values);
         this->put(ds_narrow, ds(), 0);
-        this->multiply_rows(dk, ds_narrow, this->q(), accumulate);
+        this->multiply_rows(dk, ds_narrow, this->q(), queries.accumulate);
         // Whose weights come next has read dS, and so has this one: one tile of each is enough.
         sync_group<kBoth>(kGradientsId);
-        add_queries(place, tile, [&] {
+        add_queries(queries.place, work.tile, [&] {
             hold(dk);
             if (leads()) barrier_arrive(exchange.q_barriers.empty(slot.stage));
         });
