@@ -215,7 +215,7 @@ def flash_attention_backward(
     """Compute the gradients of `flash_attention` or `flash_attention_varlen` by q, k and v.
 
     The weights are made again from q, k and lse (FlashAttention-2: Dao, 2023, arXiv:2307.08691): beside the results one
-    float32 number a row and head is all the memory it takes; on Hopper, heads of 64 and 128 take a float32 dq, too.
+    float32 number a row and head is all the memory it takes; on Hopper, a float32 dq of padded heads, too.
 
     Parameters
     ----------
@@ -230,7 +230,8 @@ def flash_attention_backward(
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         Those of a `flash_attention_varlen`, whose arrays have the shapes that it takes.
     deterministic : bool
-        The same bits from call to call, which takes longer on Hopper.
+        The same bits from call to call. On Hopper blocks then add to dq in turn, which takes longer, and a little more
+        memory; with cu_seqlens the kernels of sm_80 do it.
     dq, dk, dv : array, optional
         Where the results go: memory that no operand has; parts of one packed array are fine.
 
@@ -247,10 +248,10 @@ def flash_attention_backward(
 
     Notes
     -----
-    Nothing synchronises. On Hopper, for heads of 64 and 128, blocks add to one float32 dq in the order in which they
-    come, which moves its last bits from call to call. Elsewhere, and with `deterministic`, there are no atomics: the
-    same call gives the same bits. What hidden keys hold is multiplied by weights
-    of 0: other than in the forward pass, a NaN or an infinity there spreads to the gradients of its tile.
+    Nothing synchronises. On Hopper, without a bias and with rows that TMA can read, blocks add to one float32 dq in the
+    order in which they come, which moves its last bits from call to call, unless it is `deterministic`. Elsewhere there
+    are no atomics: the same call gives the same bits. What hidden keys hold is multiplied by weights of 0: other than
+    in the forward pass, a NaN or an infinity there spreads to the gradients of its tile.
     """
     varlen = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
