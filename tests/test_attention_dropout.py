@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from hopper_gemm import ran_on_hopper
 
 import rawops
 from rawops.attention import FlashAttention, flash_attention, flash_attention_backward, flash_attention_varlen
@@ -56,6 +57,19 @@ def test_forward_mask(device, rng, dtype, splits):
     np.testing.assert_array_equal(device.get(out) != 0, want != 0)
     np.testing.assert_allclose(device.get(out).astype(float), want, rtol=4e-3)
     np.testing.assert_allclose(device.get(lse), want_lse, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("D", "options"), [(64, {"causal": True}), (192, {"softcap": 3.0}), (128, {"num_splits": 2})])
+def test_forward_mask_on_hopper(hopper, rng, D, options):
+    """Another kernel, other tiles, the same weights."""
+    q, k = operands(rng, B=1 + (D == 64), Sq=70, Sk=D, D=D)
+    v = one_hot(k.shape, k.dtype)
+    out = flash_attention(*map(hopper.put, (q, k, v)), **DROPS, **options)
+    assert ran_on_hopper(hopper, "attention_merge" if "num_splits" in options else "attention_sm90")
+    options.pop("num_splits", None)
+    want, _ = references.attention(q, k, v, **DROPS, **options)
+    np.testing.assert_array_equal(hopper.get(out) != 0, want != 0)
+    np.testing.assert_allclose(hopper.get(out).astype(float), want, rtol=4e-3)
 
 
 def test_backward_mask(device, rng):

@@ -8,6 +8,7 @@
 // while another is at its softmax. Keys come from last to first: the masked blocks of a causal tile, and those that are
 // not whole, are the first ones.
 #pragma once
+#include "dropout.cuh"
 #include "hopper_attention_rows.cuh"
 #include "hopper_attention_tile.cuh"
 
@@ -152,11 +153,12 @@ private:
         wgmma_wait<0>();
         hold(s);
         release_keys(is_last);
-        if (Tile::kScore != 0 || !exchange.work.at(slot_work).plain.has(block)) {
+        if (!kPlain || !exchange.work.at(slot_work).plain.has(block)) {
             finish_scores(s, exchange.work.at(slot_work), block);
         }
         softmax.add(s, scale_of(exchange.work.at(slot_work)), correction);
         AttentionAtom<T>::narrow(p, s);
+        if constexpr (kDrops) drop(p, exchange.work.at(slot_work), block);
 #pragma unroll 1
         while (true) {
             if (uniform(is_tainted)) {
@@ -189,7 +191,7 @@ private:
                 finish(slot_work, o, softmax);
                 softmax = Softmax();
             }
-            if (Tile::kScore != 0 || !is_plain) finish_scores(s, work, block);
+            if (!kPlain || !is_plain) finish_scores(s, work, block);
             const bool moves = softmax.add(s, scale_of(work), correction);
             wgmma_wait<0>();
             hold(o);
@@ -200,6 +202,7 @@ private:
                 for (int i = 0; i < Tile::DV / 2; ++i) o[i] *= correction[i / 2 % 2];
             }
             AttentionAtom<T>::narrow(p, s);
+            if constexpr (kDrops) drop(p, work, block);
         }
         multiply_values(o, p, accumulates);
         wgmma_wait<0>();
@@ -239,7 +242,20 @@ private:
     }
 
     __device__ float scale_of(const AttentionTask& work) const {
-        return Tile::kBytes ? work.scale : Tile::kScore == 0 ? params.shape.scale : 1.0f;
+        return Tile::kBytes ? work.scale : kPlain ? params.shape.scale : 1.0f;
+    }
+
+    // Puts zeros in the place of a block's weights that dropout takes.
+    __device__ void drop(typename Tile::Weights& p, const AttentionTask& work, int block) const {
+        const Dropout dropout(params.shape, work.batch, work.head);
+        const int row = work.tile * Tile::BLOCK_M + number * 64 + thread / kWarpSize * 16;
+#pragma unroll
+        for (int step = 0; step < Tile::BLOCK_N / 16; ++step) {
+            const DropoutNumbers numbers =
+                dropout.of_queries(row, block * Tile::BLOCK_N + step * 16, thread % kWarpSize);
+#pragma unroll
+            for (int part = 0; part < 4; ++part) p[step][part] &= numbers.mask(part);
+        }
     }
 
     // Scores of a block out of its products, and its mask.
@@ -249,7 +265,7 @@ private:
         for (int half = 0; half < 2; ++half) {
             const int row = row_of(work) + half * 8;
             const KeyRange visible = work.visible(params.shape, row);
-            if constexpr (Tile::kScore == 0) {
+            if constexpr (kPlain) {
                 mask_scores(s, half, visible, column);
             } else {  // the last row stands for those that do not exist
                 const int existing = min_of(row, work.rows(params.shape) - 1);
@@ -258,6 +274,9 @@ private:
             }
         }
     }
+
+    static constexpr bool kDrops = (Tile::kScore & kScoreDropout) != 0;
+    static constexpr bool kPlain = (Tile::kScore & ~kScoreDropout) == 0;
 
     const AttentionParams& params;
     const AttentionExchange<Tile>& exchange;
@@ -378,7 +397,7 @@ private:
         for (int half = 0; half < 2; ++half) {
             const int at = row + half * 8;
             const float sum = softmax.sum[half];
-            factor[half] = sum == 0 ? 0 : (Tile::kBytes ? work.scale_v : 1.0f) / sum;
+            factor[half] = sum == 0 ? 0 : (Tile::kBytes ? work.scale_v : kDrops ? shape.dropout.scale : 1.0f) / sum;
             if (params.call.lse && lane % 4 == 0 && at < rows) {
                 params.call.lse[work.split * shape.lse_split + work.batch * shape.lse_batch +
                                 work.head * shape.lse_head + work.q_begin + at] =
