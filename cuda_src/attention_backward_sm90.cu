@@ -92,8 +92,12 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         release_registers<40>();
         const AttentionSchedule<true> schedule(params, section, taken);
         if (threadIdx.x == 0) BackwardProducer<Tile>(maps, params, backward, exchange).run(schedule);
-        if constexpr (Tile::kWrites) {
-            if (threadIdx.x == kWarpSize) write_parts<Tile>(params, backward, exchange);
+        if constexpr (kInTurn) {
+            const int which = uniform(threadIdx.x / kWarpSize) - 1;
+            if (which >= 0 && which < kTurnWarps) {
+                if constexpr (D > 128) keep_turns_wide<Tile>(params, backward, exchange, which);
+                else keep_turns<Tile>(params, backward, exchange, which);
+            }
         }
     } else {
         claim_registers<232>();

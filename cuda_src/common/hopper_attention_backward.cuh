@@ -405,4 +405,28 @@ private:
     }
 };
 
+// Of the warps that see to turns, this one takes the consumers' parts of every second tile of dq to global memory.
+template <class Tile>
+__device__ inline void keep_turns(const AttentionParams& params, const AttentionBackwardParams& backward,
+                                  const BackwardExchange<Tile>& exchange, int which) {
+    RingPosition<kTurnWarps> slot;
+    serve_turns(params, backward, exchange, [&](int place, int tile) {
+        constexpr int BYTES = Tile::CONSUMERS * Tile::PART_BYTES;
+        if (slot.stage == which && threadIdx.x % kWarpSize == 0) {
+            int* turn = backward.turns + 2 * place;
+            barrier_wait(exchange.part_barriers.full(which), slot.phase);
+            await_turn(turn, tile);
+            fence_async_proxy_everywhere();
+            bulk_add(backward.dq + int64_t(place) * (BYTES / 4), exchange.shared + Tile::PARTS_AT + which * BYTES, BYTES);
+            tma_store_commit();
+            tma_store_wait_read();
+            barrier_arrive(exchange.part_barriers.empty(which));
+            tma_store_wait();
+            fence_async_proxy_everywhere();
+            end_turn(turn);
+        }
+        slot.advance();
+    });
+}
+
 }  // namespace rawops

@@ -11,8 +11,7 @@ template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore
     using T = T_;
     static constexpr bool kInTurn = kInTurn_;
     static constexpr int kScore = kScore_;
-    static constexpr bool kWrites = kInTurn;  // a thread of warpgroup 0 takes the parts to global memory
-    static constexpr int PART_STAGES = kInTurn ? 2 : 1;
+    static constexpr int PART_STAGES = kInTurn ? 2 : 1;  // one for each warp that sees to turns
     static constexpr int D = D_, BLOCK_M = BLOCK_M_, BLOCK_N = 128, STAGES = STAGES_, CONSUMERS = 2;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     static constexpr int BOX = 64, BOXES = D / BOX, SPAN = 128;
@@ -75,6 +74,9 @@ template <class Tile> struct QueryTiles {
     }
 };
 
+// Two warps of warpgroup 0 see to turns. One alone would wait for an addition to complete for longer than a step takes.
+constexpr int kTurnWarps = 2;
+
 template <class Tile> struct BackwardExchange {
     uint32_t shared;
     RingBarriers<Tile::STAGES> q_barriers, dout_barriers;
@@ -95,7 +97,7 @@ template <class Tile> struct BackwardExchange {
         q_barriers.init(Tile::CONSUMERS);
         dout_barriers.init(Tile::CONSUMERS);
         keys_barriers.init(Tile::CONSUMERS);
-        work.init(Tile::CONSUMERS + Tile::kWrites);
+        work.init(Tile::CONSUMERS + (Tile::kInTurn ? kTurnWarps : 0));
         part_barriers.init(1, Tile::CONSUMERS);
     }
 };
@@ -111,6 +113,27 @@ __device__ inline void await_turn(const int* turn, int tile) {
 
 __device__ inline void end_turn(int* turn) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+}
+
+// Calls `serve` with the place of every tile of dq that the block adds to, and with the tile of keys that it does it for.
+template <class Tile, class Serve>
+__device__ inline void serve_turns(const AttentionParams& params, const AttentionBackwardParams& backward,
+                                   const BackwardExchange<Tile>& exchange, Serve serve) {
+    RingPosition<2> slot_work;
+#pragma unroll 1
+    while (true) {
+        const AttentionBlock& work = exchange.work.take(slot_work);
+        if (uniform(work.tile) < 0) break;
+        const QueryTiles<Tile> tiles(params.shape, work);
+#pragma unroll 1
+        for (int head = work.head; head < work.head + params.shape.group; ++head) {
+            const int first = first_query_tile<Tile>(params, backward, work, head);
+#pragma unroll 1
+            for (int place = first + tiles.first; place < first + tiles.end; ++place) serve(place, work.tile);
+        }
+        __syncwarp();
+        exchange.work.release(slot_work, threadIdx.x % kWarpSize == 0);
+    }
 }
 
 // The producer: one thread that keeps the rings full.
@@ -185,38 +208,5 @@ private:
         slot.advance();
     }
 };
-
-// The thread that takes parts of dq from shared memory to the sum in global memory, in turn.
-template <class Tile>
-__device__ inline void write_parts(const AttentionParams& params, const AttentionBackwardParams& backward,
-                                   const BackwardExchange<Tile>& exchange) {
-    RingPosition<2> slot_work, slot;
-#pragma unroll 1
-    while (true) {
-        const AttentionBlock& work = exchange.work.take(slot_work);
-        if (work.tile < 0) break;
-        const QueryTiles<Tile> tiles(params.shape, work);
-#pragma unroll 1
-        for (int head = work.head; head < work.head + params.shape.group; ++head) {
-            const int first = first_query_tile<Tile>(params, backward, work, head);
-#pragma unroll 1
-            for (int place = first + tiles.first; place < first + tiles.end; ++place, slot.advance()) {
-                constexpr int BYTES = Tile::CONSUMERS * Tile::PART_BYTES;
-                const uint32_t parts = exchange.shared + Tile::PARTS_AT + slot.stage * BYTES;
-                barrier_wait(exchange.part_barriers.full(slot.stage), slot.phase);
-                await_turn(backward.turns + 2 * place, work.tile);
-                fence_async_proxy_everywhere();
-                bulk_add(backward.dq + int64_t(place) * (BYTES / 4), parts, BYTES);
-                tma_store_commit();
-                tma_store_wait_read();
-                barrier_arrive(exchange.part_barriers.empty(slot.stage));
-                tma_store_wait();
-                fence_async_proxy_everywhere();
-                end_turn(backward.turns + 2 * place);
-            }
-        }
-        exchange.work.release(slot_work, true);
-    }
-}
 
 }  // namespace rawops

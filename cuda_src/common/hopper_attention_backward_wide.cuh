@@ -16,7 +16,7 @@ namespace rawops {
 // The fields are those of HopperAttentionBackward.
 template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore_> struct HopperAttentionBackwardWide {
     using T = T_;
-    static constexpr bool kInTurn = kInTurn_, kWrites = false;
+    static constexpr bool kInTurn = kInTurn_;
     static constexpr int kScore = kScore_;
     static constexpr int D = D_, BLOCK_M = BLOCK_M_, BLOCK_N = 64, STAGES = STAGES_, CONSUMERS = 2;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
@@ -37,6 +37,9 @@ template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore
     static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, the slots and the parts
 };
 
+// Named barriers of a consumer and the warp that sees to its turns.
+constexpr int kTurnId = 6, kAddedId = 8, kTurnThreads = kWarpGroupSize + kWarpSize;
+
 template <class Tile> class BackwardConsumerWide : BackwardGroup<Tile> {
     using Group = BackwardGroup<Tile>;
     using typename Group::Gradient;
@@ -54,7 +57,6 @@ public:
             Gradient dv;
             const bool is_seen =
                 this->pass(work, first_key, [&](const QueryTile& queries) { step_values(dv, work, queries); });
-            end_turn();
             if (!is_seen) this->clear(dv);
             this->store_dv(dv, work, this->own_key(first_key));
         });
@@ -66,15 +68,12 @@ public:
             Gradient dk;
             const bool is_seen =
                 this->pass(work, first_key, [&](const QueryTile& queries) { step_keys(dk, work, queries); });
-            end_turn();
             if (!is_seen) this->clear(dk);
             this->store_dk(dk, work, this->own_key(first_key));
         });
     }
 
 private:
-    int* turn = nullptr;  // that the warpgroup has, at its half of a tile of dq
-
     // Named barriers of both warpgroups.
     static constexpr int kWeightsId = 1, kGradientsId = 4, kBoth = Tile::CONSUMERS * kWarpGroupSize;
 
@@ -88,7 +87,6 @@ private:
         Weights p, by_score;
         barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
         this->multiply_keys(s, exchange.shared + Tile::K_AT, this->q());
-        end_turn();
         wgmma_wait<0>();
         hold(s);
         this->make_weights(s, p, by_score, work, queries);
@@ -100,7 +98,7 @@ private:
         barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
         this->multiply_rows(dv, p, this->dout(), queries.accumulate);
         sync_group<kBoth>(kGradientsId);
-        add_queries(queries.place, work.tile, [&] {
+        add_queries(queries.place, [&] {
             hold(dv);
             if (leads()) barrier_arrive(exchange.dout_barriers.empty(slot.stage));
         });
@@ -111,7 +109,6 @@ private:
         Weights by_score, ds_narrow;
         barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
         this->multiply_keys(ds_values, exchange.shared + Tile::V_AT, this->dout());
-        end_turn();
         barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
         wgmma_wait<0>();
         hold(ds_values);
@@ -130,33 +127,15 @@ private:
         this->multiply_rows(dk, ds_narrow, this->q(), queries.accumulate);
         // Whose weights come next has read dS, and so has this one: one tile of each is enough.
         sync_group<kBoth>(kGradientsId);
-        add_queries(queries.place, work.tile, [&] {
+        add_queries(queries.place, [&] {
             hold(dk);
             if (leads()) barrier_arrive(exchange.q_barriers.empty(slot.stage));
         });
     }
 
-    __device__ void begin_turn(int place, int tile) {
-        if constexpr (Tile::kInTurn) {
-            turn = this->backward.turns + 2 * place + number;
-            if (leads()) await_turn(turn, tile);
-            this->sync();
-        }
-    }
-    // Some time after the additions, so as not to wait for them.
-    __device__ void end_turn() {
-        if constexpr (Tile::kInTurn) {
-            if (!turn) return;
-            __threadfence();
-            this->sync();
-            if (leads()) rawops::end_turn(turn);
-            turn = nullptr;
-        }
-    }
-
     // Makes the warpgroup's half of dq's columns, one box of them after the other, for want of registers, and adds them
     // to the sum in global memory. `release` comes when the product before these is complete.
-    template <class Release> __device__ void add_queries(int place, int tile, Release release) {
+    template <class Release> __device__ void add_queries(int place, Release release) const {
         constexpr int BOXES = Tile::BOXES / Tile::CONSUMERS, BOX_FLOATS = Tile::BLOCK_M * Tile::BOX;
         float* to = this->backward.dq + (int64_t(place) * Tile::BOXES + number * BOXES) * BOX_FLOATS + thread * 4;
 #pragma unroll
@@ -166,16 +145,33 @@ private:
             if (box == 0) {
                 wgmma_wait<1>();
                 release();
+                if constexpr (Tile::kInTurn) sync_group<kTurnThreads>(kTurnId + number);
             }
             wgmma_wait<0>();
             hold(part);
-            if (box == 0) begin_turn(place, tile);
 #pragma unroll
             for (int i = 0; i < Tile::BOX / 2; i += 4) {
                 add_global(to + box * BOX_FLOATS + i * kWarpGroupSize, four(&part[i]));
             }
         }
+        if constexpr (Tile::kInTurn) arrive_group<kTurnThreads>(kAddedId + number);
     }
 };
+
+// Of the warps that see to turns, this one does for a consumer: it gives the turn, and ends it after the additions.
+template <class Tile>
+__device__ inline void keep_turns_wide(const AttentionParams& params, const AttentionBackwardParams& backward,
+                                       const BackwardExchange<Tile>& exchange, int which) {
+    serve_turns(params, backward, exchange, [&](int place, int tile) {
+        int* turn = backward.turns + 2 * place + which;
+        const bool leads = threadIdx.x % kWarpSize == 0;
+        if (leads) await_turn(turn, tile);
+        __syncwarp();
+        arrive_group<kTurnThreads>(kTurnId + which);
+        sync_group<kTurnThreads>(kAddedId + which);
+        if (leads) end_turn(turn);
+        __syncwarp();
+    });
+}
 
 }  // namespace rawops
