@@ -14,9 +14,10 @@ template <int BLOCK_M> struct QueryRows {
         const AttentionCall& call = params.call;
         tile = (batch * params.shape.heads + head) * q_tiles;
         if (call.cu_seqlens_q) {
-            begin = call.cu_seqlens_q[batch];
-            length = call.cu_seqlens_q[batch + 1] - begin;
-            k_len = call.cu_seqlens_k[batch + 1] - call.cu_seqlens_k[batch];
+            const int total_k = params.shape.total_keys, begin_k = clamp(call.cu_seqlens_k[batch], 0, total_k);
+            begin = clamp(call.cu_seqlens_q[batch], 0, params.shape.total_q);
+            length = clamp(call.cu_seqlens_q[batch + 1], begin, params.shape.total_q) - begin;
+            k_len = clamp(call.cu_seqlens_k[batch + 1], begin_k, total_k) - begin_k;
             tile = head * q_tiles + begin / BLOCK_M + batch;
         }
     }
@@ -152,11 +153,12 @@ template <class T, int D, int BLOCK_M>
 __global__ void __launch_bounds__(256)
     attention_backward_dq_sm90(const __grid_constant__ AttentionParams params,
                                const __grid_constant__ AttentionBackwardParams backward, T* dq,
-                               const __grid_constant__ AttentionStrides dq_strides, int total_k) {
+                               const __grid_constant__ AttentionStrides dq_strides) {
     const AttentionShape& shape = params.shape;
     const int head = blockIdx.y, batch = blockIdx.z;
     if (batch >= shape.batches) {
-        const int begin_q = params.call.cu_seqlens_q[batch], begin_k = params.call.cu_seqlens_k[batch];
+        const int begin_q = max_of(params.call.cu_seqlens_q[batch], 0), total_k = shape.total_keys;
+        const int begin_k = max_of(params.call.cu_seqlens_k[batch], 0);
         clear_rows(dq, dq_strides, head, begin_q, shape.total_q, shape.head_dim);
         if (head < shape.heads / shape.group) {
             clear_rows(static_cast<T*>(backward.dk), backward.dk_strides, head, begin_k, total_k, shape.head_dim);

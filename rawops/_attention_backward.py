@@ -50,7 +50,7 @@ PARAMS = ParamStruct(
     **SHAPE_FIELDS,
     **dict.fromkeys(("dout", *_GRADIENTS, "delta"), "pointer"),
     **{f"{name}_{axis}": "int64" for name in ("dout", *_GRADIENTS) for axis in AXES},
-    **dict.fromkeys(("key_tiles", "total_k"), "int32"),
+    key_tiles="int32",
     softmax_scale="float32",
 )
 
@@ -222,7 +222,6 @@ def _run(call: _Call) -> None:
     fields |= {"packed": 1, "splits": 1, "row_tiles": row_tiles, "key_tiles": key_tiles}
     for name in ("out", "dout", *_GRADIENTS):
         fields |= call.strides(name)
-    fields["total_k"] = named["k"].shape[0] if call.is_varlen else sizes.seqlen_k
     fields["softmax_scale"] = call.options.scale(sizes.head_dim)
     delta = device.empty(sizes.lse, np.dtype(np.float32))
     fields |= {name: device.pointer(x) for name, x in {**named, "delta": delta}.items() if name in PARAMS.fields}

@@ -112,7 +112,7 @@ def run(
     grid = (row_tiles * block_m // 8, problem.heads, problem.batches)
     ROWS.kernel(device, **choices, block_n=_BLOCK_N[D]).launch(grid, (256, 1, 1), values)
     _run_main(device, problem, (_maps(device, problem, views, addresses, D), params, backward), choices, deterministic)
-    values = (params, backward, addresses["dq"], strides["dq"], views["k"].shape[1])
+    values = (params, backward, addresses["dq"], strides["dq"])
     grid = (row_tiles, problem.heads, problem.batches + problem.varlen)
     QUERIES.kernel(device, **choices).launch(grid, (256, 1, 1), values)
 

@@ -21,7 +21,7 @@ struct GradientParams {
     void *dq, *dk, *dv;
     float* delta;  // laid out as lse
     AttentionStrides dout_strides, dq_strides, dk_strides, dv_strides;
-    int key_tiles, total_k;  // of a KV head and sequence; rows that k has, with cu_seqlens
+    int key_tiles;  // of a KV head and sequence
     float softmax_scale;
 };
 
@@ -45,10 +45,11 @@ struct KeyBlock {
         k_len = shape.seqlen_k;
         if (call.cu_seqlens_k) {  // one sequence more: the keys past the last one, which no query sees
             const bool is_last = batch >= shape.batches;
-            k_begin = call.cu_seqlens_k[batch];
-            k_len = (is_last ? params.total_k : call.cu_seqlens_k[batch + 1]) - k_begin;
-            q_begin = is_last ? 0 : call.cu_seqlens_q[batch];
-            q_len = is_last ? 0 : call.cu_seqlens_q[batch + 1] - q_begin;
+            k_begin = clamp(call.cu_seqlens_k[batch], 0, shape.total_keys);
+            const int end = is_last ? shape.total_keys : call.cu_seqlens_k[batch + 1];
+            k_len = clamp(end, k_begin, shape.total_keys) - k_begin;
+            q_begin = is_last ? 0 : clamp(call.cu_seqlens_q[batch], 0, shape.total_q);
+            q_len = is_last ? 0 : clamp(call.cu_seqlens_q[batch + 1], q_begin, shape.total_q) - q_begin;
             if (is_last) batch = 0;
         }
     }
