@@ -22,7 +22,7 @@ template <int D, int DV, int CONSUMERS, int BLOCK_N, int STAGES, bool kTurns, cl
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     attention_sm90_8bit(const __grid_constant__ AttentionMaps maps, const __grid_constant__ AttentionParams params,
                         const __grid_constant__ AttentionScales scales, int section, int* taken) {
-    run_attention<Tile>(maps, params, section, taken, scales);
+    run_attention<Tile, AttentionProducer<Tile>>(maps, params, section, taken, scales);
 }
 
 }  // namespace rawops

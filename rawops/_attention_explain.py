@@ -73,6 +73,8 @@ def _reasons(kernels: list[str], options: argparse.Namespace, device: PaperDevic
     elif kernels:
         if device.capability // 10 != 9:
             cause = f"{device.arch} has no wgmma"
+        elif options.dropout:
+            cause = "the kernel for Hopper has no dropout"
         elif options.seqlen_q <= 64:
             cause = "so few queries fill no tile of the kernel for Hopper"
         else:

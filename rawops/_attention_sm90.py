@@ -99,7 +99,7 @@ SM90_8BIT = KernelSpec(
     min_arch=90,
     max_arch=90,
     params=PARAMS,
-    spills={"sm_90a": 152},
+    spills={"sm_90a": 160},
 )
 SCALES = ParamStruct(
     "AttentionScales",
@@ -149,7 +149,7 @@ class Config:
         rings = self.stages * (self.block_n * columns * self.itemsize + 32)
         if self.itemsize == 1:  # values as they come, and transposed
             rings += self.stages * (self.block_n * self.head_dim_v + 16)
-        slots = 32 + 2 * _TASK_BYTES
+        slots = 3 * (16 + _TASK_BYTES)
         return self.consumers * (_ROWS * self.head_dim * self.itemsize + 16) + rings + slots
 
 

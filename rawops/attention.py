@@ -116,7 +116,7 @@ def flash_attention(
     infinity at a hidden key stays hidden. To capture it in a CUDA graph, use `FlashAttention` with ``out=``.
 
     q, k and v of float8_e4m3fn give bfloat16, or float16 with an ``out`` of it. Weights are then rounded to float8,
-    after they were multiplied by up to 256, which its range has room for; the tensor cores add products of float8 with
+    after they were multiplied by 64, which its range has room for; the tensor cores add products of float8 with
     about 14 bits. It takes causality and windows, and rows of multiples of 16 bytes, on Hopper.
     """
     options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)

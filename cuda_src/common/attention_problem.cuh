@@ -78,17 +78,22 @@ struct AttentionBlock {
 
     // `index` counts, from fastest to slowest: row tiles, longest first; splits; heads; sequences. With cu_seqlens
     // there is one sequence more: the rows of storage past the last one, which see no key.
-    __device__ AttentionBlock(const AttentionParams& params, int index) {
+    __device__ AttentionBlock(const AttentionParams& params, int index)
+        : AttentionBlock(params, index / params.shape.row_tiles,
+                         params.shape.row_tiles - 1 - index % params.shape.row_tiles) {}
+
+    // `unit` counts splits, heads and sequences. Divisions are slow, and most of them by 1.
+    __device__ AttentionBlock(const AttentionParams& params, int unit, int tile_) : tile(tile_), split(0) {
         const AttentionCall& call = params.call;
         const AttentionShape& shape = params.shape;
-        const int head_tiles = shape.heads / shape.packed;
-        tile = shape.row_tiles - 1 - index % shape.row_tiles;
-        index /= shape.row_tiles;
-        split = index % shape.splits;
-        index /= shape.splits;
-        head = index % head_tiles * shape.packed;
-        batch = index / head_tiles;
-        kv_head = head / shape.group;
+        if (shape.splits > 1) {
+            split = unit % shape.splits;
+            unit /= shape.splits;
+        }
+        const int head_tiles = shape.packed == 1 ? shape.heads : shape.heads / shape.packed;
+        batch = unit / head_tiles;
+        head = (unit - batch * head_tiles) * shape.packed;
+        kv_head = shape.group == 1 ? head : head / shape.group;
         q_begin = k_begin = 0;
         q_len = shape.seqlen_q;
         k_len = shape.seqlen_k;

@@ -1,6 +1,6 @@
 // Flash attention on Hopper, a block's whole run.
 //
-//   warpgroup 0, one thread   TMA:   q --> its tile; k, v --> two rings of stages
+//   warpgroup 0, two threads  one plans what comes next; TMA: q --> its tile; k, v --> two rings of stages
 //   the other warpgroups      wgmma: S = q @ k^T, softmax in registers, O += P @ v, O / l --> out; 64 rows each
 //
 // A consumer issues S of the next keys before O += P @ v of these, so that its softmax runs beside the latter; S of the
@@ -22,35 +22,54 @@ struct NoScales {
 // Of values of 8 bits; hopper_attention_8bit.cuh.
 template <class Tile> __device__ void transpose_values(const AttentionExchange<Tile>& exchange);
 
-// The producer: one thread that keeps the rings full.
+// The producer: one thread that keeps the rings full, and another one that plans the tiles.
 template <class Tile> class AttentionProducer {
 public:
+    static constexpr int THREADS = kWarpSize + 1;  // that run it
+
     __device__ AttentionProducer(const AttentionMaps& maps_, const AttentionParams& params_,
                                  const AttentionExchange<Tile>& exchange_)
         : maps(maps_), params(params_), exchange(exchange_) {}
 
     template <class Scales> __device__ void run(const AttentionSchedule<false>& schedule, const Scales& scales) {
-        RingPosition<2> slot_work;
-#pragma unroll 1
-        for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
-            // One tile, but for sequences that are longer than stated, and the rows past the last one.
-#pragma unroll 1
-            for (int further = 0;; further += params.shape.row_tiles) {
-                AttentionTask& work = exchange.work.next(slot_work);
-                static_cast<AttentionBlock&>(work) = schedule.at(index);
-                work.tile += further;
-                if (work.tile * Tile::BLOCK_M >= work.rows(params.shape)) break;
-                work.plan<Tile>(params);
-                scales.set(work, params);
-                exchange.work.put(slot_work);
-                load(work);
-            }
-        }
-        exchange.work.next(slot_work).tile = -1;  // the end
-        exchange.work.put(slot_work);
+        if (threadIdx.x == 0) copy();
+        if (threadIdx.x == kWarpSize) plan(schedule, scales);
     }
 
 private:
+    // Says what comes next, well ahead: its divisions and what it asks of global memory take long.
+    template <class Scales> __device__ void plan(const AttentionSchedule<false>& schedule, const Scales& scales) const {
+        RingPosition<Tile::PLACES> slot;
+#pragma unroll 1
+        for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
+            // One tile, but for sequences that are longer than stated, and the rows past the last one.
+            const AttentionBlock block = schedule.at(index);
+#pragma unroll 1
+            for (int tile = block.tile; tile * Tile::BLOCK_M < block.rows(params.shape);
+                 tile += params.shape.row_tiles) {
+                AttentionTask& work = exchange.work.next(slot);
+                static_cast<AttentionBlock&>(work) = block;
+                work.tile = tile;
+                work.plan<Tile>(params);
+                scales.set(work, params);
+                exchange.work.put(slot);
+            }
+        }
+        exchange.work.next(slot).tile = -1;  // the end
+        exchange.work.put(slot);
+    }
+
+    __device__ void copy() {
+        RingPosition<Tile::PLACES> slot_work;
+#pragma unroll 1
+        while (true) {
+            const AttentionTask& work = exchange.work.take(slot_work);
+            if (work.tile < 0) break;
+            load(work);
+            exchange.work.release(slot_work, true);
+        }
+    }
+
     const AttentionMaps& maps;
     const AttentionParams& params;
     const AttentionExchange<Tile>& exchange;
@@ -109,7 +128,7 @@ private:
 template <class Tile> class AttentionConsumer {
 public:
     using T = typename Tile::T;
-    using Softmax = OnlineSoftmax<Tile::kLags, Tile::kBytes ? 8 : 0>;  // e4m3 counts to 448
+    using Softmax = OnlineSoftmax<Tile::kBytes ? 2 : 8, Tile::kBytes ? 6 : 0>;  // e4m3 counts to 448
 
     __device__ AttentionConsumer(const AttentionParams& params_, const AttentionExchange<Tile>& exchange_, int number_)
         : params(params_), exchange(exchange_), number(number_), thread(threadIdx.x % kWarpGroupSize) {
@@ -118,7 +137,7 @@ public:
 
     // Takes tiles until the producer has no more.
     __device__ void run() {
-        RingPosition<2> slot_work;
+        RingPosition<Tile::PLACES> slot_work;
 #pragma unroll 1
         while (true) {
             const AttentionTask& work = exchange.work.take(slot_work);
@@ -137,7 +156,7 @@ public:
 private:
     // Works through tiles that have keys, up to one that has none. The scores of a tile's first keys are made beside the
     // last product with values of the tile before it.
-    __device__ void run_on(RingPosition<2>& slot_work) {
+    __device__ void run_on(RingPosition<Tile::PLACES>& slot_work) {
         typename Tile::Scores s;
         typename Tile::Weights p;
         typename Tile::Output o;
@@ -215,7 +234,7 @@ private:
     __device__ bool is_cut(const AttentionTask& work, int block) const {
         return !work.plain.has(block) && !KeyBlocks::uncut<Tile>(params, work).has(block);
     }
-    __device__ bool goes_on_after(const RingPosition<2>& slot_work) const {
+    __device__ bool goes_on_after(const RingPosition<Tile::PLACES>& slot_work) const {
         const AttentionTask& work = exchange.work.take(after(slot_work));
         return uniform(work.tile >= 0 ? work.keys.end - work.keys.first : 0) > 0;
     }
@@ -225,7 +244,7 @@ private:
     }
 
     // Writes a tile and lets go of it.
-    __device__ void finish(RingPosition<2>& slot_work, const typename Tile::Output& o, Softmax& softmax) const {
+    __device__ void finish(RingPosition<Tile::PLACES>& slot_work, const typename Tile::Output& o, Softmax& softmax) const {
         softmax.complete();
         store(exchange.work.at(slot_work), o, softmax);
         release_work(slot_work);
@@ -297,7 +316,7 @@ private:
             arrive_group<2 * kWarpGroupSize>(1 + (number + 1 == Tile::CONSUMERS ? 0 : number + 1));
         }
     }
-    __device__ void release_work(RingPosition<2>& at) const {
+    __device__ void release_work(RingPosition<Tile::PLACES>& at) const {
         sync();
         exchange.work.release(at, leads());
     }
@@ -408,7 +427,7 @@ private:
     }
 };
 
-template <class Tile, class Scales = NoScales>
+template <class Tile, class Producer = AttentionProducer<Tile>, class Scales = NoScales>
 __device__ inline void run_attention(const AttentionMaps& maps, const AttentionParams& params, int section, int* taken,
                                      const Scales& scales = Scales()) {
     extern __shared__ __align__(1024) char shared[];
@@ -425,8 +444,8 @@ __device__ inline void run_attention(const AttentionMaps& maps, const AttentionP
     if (group == 0) {
         release_registers<Tile::PRODUCER_REGISTERS>();
         const AttentionSchedule<false> schedule(params, section, taken);
-        if (threadIdx.x == 0) AttentionProducer<Tile>(maps, params, exchange).run(schedule, scales);
-        if (Tile::kBytes && threadIdx.x >= kWarpSize) transpose_values<Tile>(exchange);
+        if (threadIdx.x < Producer::THREADS) Producer(maps, params, exchange).run(schedule, scales);
+        if (Tile::kBytes && threadIdx.x >= 2 * kWarpSize) transpose_values<Tile>(exchange);
     } else {
         claim_registers<Tile::REGISTERS>();
         AttentionConsumer<Tile>(params, exchange, group - 1).run();

@@ -1,5 +1,5 @@
 // What float8 e4m3 changes in the Hopper attention. wgmma takes bytes along K alone, and for the product with the values
-// K is the keys, so their tiles have to be transposed: three warps beside the producer do it.
+// K is the keys, so their tiles have to be transposed: two warps beside the producer do it.
 //
 // The four bytes that a thread's register of weights holds are not those of four neighbouring keys, but what its
 // accumulators have: of each 16 keys, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in lane t of a quad. The transposed tile has
@@ -79,11 +79,11 @@ template <class Tile> __device__ inline void transpose_part(uint32_t to, uint32_
     stmatrix(to + AttentionAtom<__nv_fp8_e4m3>::transposed_offset<Tile>(col, keys / 16 + lane / 16), w);
 }
 
-// Transposes the values of every tile that comes, block by block. By warps 1 to 3.
+// Transposes the values of every tile that comes, block by block. By warps 2 and 3.
 template <class Tile> __device__ void transpose_values(const AttentionExchange<Tile>& exchange) {
     constexpr int PARTS = Tile::BLOCK_N / 32, COUNT = PARTS * (Tile::DV / 16);
-    const int warp = uniform(threadIdx.x / kWarpSize) - 1, lane = threadIdx.x % kWarpSize;
-    RingPosition<2> slot_work;
+    const int warp = uniform(threadIdx.x / kWarpSize) - 2, lane = threadIdx.x % kWarpSize;
+    RingPosition<Tile::PLACES> slot_work;
     RingPosition<Tile::STAGES> slot;
 #pragma unroll 1
     while (true) {

@@ -8,12 +8,11 @@ namespace rawops {
 
 __device__ inline float exp2_approx(float x) { return exp2_fast(x); }
 
-// The softmax of a thread's two rows, r and r + 8, as the blocks of keys come in. Weights are 2 ** (score - base), where
-// `base` is the row's maximum; or it may lag behind by up to kLag, so that most blocks leave it alone, while weights
-// stay small enough for float16.
-// All weights are 2 ** kGain times as large, where their type has room for it.
-template <bool kLags, int kGain_ = 0> struct OnlineSoftmax {
-    static constexpr float kLag = 8, kGain = kGain_;
+// The softmax of a thread's two rows, r and r + 8, as the blocks of keys come in. Weights are 2 ** (score - base +
+// kGain), where `base` is the row's maximum or up to kLag behind it, so that most blocks leave it alone: the weights'
+// type has to have room for 2 ** (kLag + kGain).
+template <int kLag_, int kGain_> struct OnlineSoftmax {
+    static constexpr float kLag = kLag_, kGain = kGain_;
     // From here on, base is so coarse that a product has to be rounded as it was: fused with the difference, it would
     // give the weight of the maximum an error of its own.
     static constexpr float kFar = 4096;
@@ -24,7 +23,8 @@ template <bool kLags, int kGain_ = 0> struct OnlineSoftmax {
     // Turns scores into weights. Where some row of the warp has a new base, the result is true, and earlier weights are
     // to be multiplied by `correction`.
     template <int COUNT> __device__ bool add(float (&s)[COUNT], float scale, float (&correction)[2]) {
-        bool moves = false;
+        bool moves = false, is_far = false;  // as few rows are
+        float shift[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float most[2] = {s[half * 2], s[half * 2 + 1]};
@@ -33,36 +33,47 @@ template <bool kLags, int kGain_ = 0> struct OnlineSoftmax {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) most[j] = fmaxf(most[j], s[i + half * 2 + j]);
             }
-            most[0] = fmaxf(most[0], most[1]);
-            most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 1));
-            most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 2)) * scale;
-            const bool is_new = most[0] > base[half] + (kLags ? kLag : 0);
-            correction[half] = is_new ? exp2_fast(base[half] - most[0]) : 1;
-            if (is_new) base[half] = most[0];
-            moves |= is_new;
-            const float shift = base[half] == -infinity() ? 0 : base[half] - kGain;  // -inf: it sees no key yet
-            float factor = scale;
-            if (__any_sync(~0u, fabsf(shift) > kFar)) {
-                factor = 1;
+            shift[half] = fmaxf(most[0], most[1]);
+        }
 #pragma unroll
-                for (int i = 0; i < COUNT; i += 4) {
+        for (int step = 1; step <= 2; step *= 2) {
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) s[i + half * 2 + j] *= scale;
-                }
+            for (int half = 0; half < 2; ++half) {
+                shift[half] = fmaxf(shift[half], __shfl_xor_sync(~0u, shift[half], step));
             }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float most = shift[half] * scale;
+            const bool is_new = most > base[half] + kLag;
+            correction[half] = is_new ? exp2_fast(base[half] - most) : 1;
+            if (is_new) base[half] = most;
+            moves |= is_new;
+            shift[half] = base[half] == -infinity() ? 0 : base[half] - kGain;  // -inf: it sees no key yet
+            is_far |= fabsf(shift[half]) > kFar;
+        }
+        float factor = scale;
+        moves = __any_sync(~0u, moves || is_far);
+        if (moves && __any_sync(~0u, is_far)) {
+            factor = 1;
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) s[i] *= scale;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
             float total[2] = {0, 0};
 #pragma unroll
             for (int i = 0; i < COUNT; i += 4) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     float& x = s[i + half * 2 + j];
-                    x = exp2_fast(fmaf(x, factor, -shift));
+                    x = exp2_fast(fmaf(x, factor, -shift[half]));
                     total[j] += x;
                 }
             }
             sum[half] = sum[half] * correction[half] + (total[0] + total[1]);
         }
-        return !kLags || __any_sync(~0u, moves);
+        return moves;
     }
 
     // The sums over whole rows, at the end.

@@ -21,7 +21,6 @@ struct HopperAttention {
     static constexpr bool kTurns = kTurns_;
     static constexpr int ITEM = sizeof(T);
     static constexpr bool kBytes = ITEM == 1;  // float8: with scales, and values transposed; see hopper_attention_8bit
-    static constexpr bool kLags = DV > 128 && !kBytes;  // narrower output is rescaled in less time than it takes to ask
     static constexpr int BLOCK_M = 64 * CONSUMERS, THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     // Boxes of TMA are as wide as the swizzle.
     static constexpr int SPAN = span_of(D * ITEM), BOX = SPAN / ITEM, BOXES = D / BOX;
@@ -34,15 +33,17 @@ struct HopperAttention {
     using Output = float[DV / 2];
     using Weights = uint32_t[BLOCK_N * ITEM / 32][4];
 
+    static constexpr int PLACES = 3;  // of tasks: one is under way, the next one begins before that ends
     static constexpr int Q_BYTES = 64 * D * ITEM;  // of a consumer
     static constexpr int K_BYTES = BLOCK_N * D * ITEM, V_BYTES = BLOCK_N * DV * ITEM;
     static constexpr int K_AT = CONSUMERS * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
     static constexpr int RAW_AT = V_AT + STAGES * V_BYTES;  // values before they are transposed
     static constexpr int BARRIERS_AT = RAW_AT + kBytes * STAGES * V_BYTES;
     static constexpr int WORK_AT = BARRIERS_AT + (2 + kBytes) * RingBarriers<STAGES>::BYTES +
-                                   RingBarriers<CONSUMERS>::BYTES + RingBarriers<2>::BYTES;
+                                   RingBarriers<CONSUMERS>::BYTES + RingBarriers<PLACES>::BYTES;
     static constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, REGISTERS = CONSUMERS == 3 ? 160 : 232;
-    static constexpr int TRANSPOSERS = kBytes ? 3 : 0;  // warps
+    static constexpr int TRANSPOSERS = kBytes ? 2 : 0;  // warps
+    static constexpr int READERS = 1 + CONSUMERS + TRANSPOSERS;  // of tasks: the producer is one of them
 
     static_assert(DV % 32 == 0, "a quad stores four eighths of 64 bytes");
     static_assert(Q_BYTES % 1024 == 0 && K_BYTES % 1024 == 0 && V_BYTES % 1024 == 0, "tiles start where the swizzle does");
@@ -53,15 +54,16 @@ struct AttentionMaps {
     TensorMap q, k, v;  // axes: 1, sequence, head, row, column
 };
 
-// Heads (times ranges of keys) go in sections whose operands stay in the L2 together. Within a section, the longest tiles come first: under
-// causality the last ones of queries, and the first ones of keys (kFirstLongest).
+// Heads (times ranges of keys) go in sections whose operands stay in the L2 together. Within a section, the longest tiles
+// come first: under causality the last ones of queries, and the first ones of keys (kFirstLongest).
 template <bool kFirstLongest> class AttentionSchedule {
 public:
-    int count;
+    int units, count;  // heads and ranges of keys, and their tiles
 
     __device__ AttentionSchedule(const AttentionParams& params_, int section_, int* taken_)
-        : count((params_.shape.batches + (params_.call.cu_seqlens_q != nullptr)) * params_.shape.row_tiles *
-                params_.shape.splits * (params_.shape.heads / params_.shape.packed)),
+        : units((params_.shape.batches + (params_.call.cu_seqlens_q != nullptr)) * params_.shape.splits *
+                (params_.shape.heads / params_.shape.packed)),
+          count(units * params_.shape.row_tiles),
           params(params_),
           section(section_),
           taken(taken_) {}
@@ -81,10 +83,10 @@ public:
 
     __device__ AttentionBlock at(int index) const {
         const int tiles = params.shape.row_tiles, first = index / (section * tiles) * section;
-        const int heads = min_of(section, count / tiles - first);
+        const int heads = min_of(section, units - first);
         index -= first * tiles;
-        const int order = kFirstLongest ? tiles - 1 - index / heads : index / heads;  // 0 is the last tile
-        return AttentionBlock(params, (first + index % heads) * tiles + order);
+        const int order = index / heads;
+        return AttentionBlock(params, first + index - order * heads, kFirstLongest ? order : tiles - 1 - order);
     }
 
 private:
@@ -134,31 +136,30 @@ template <int STAGES> __device__ inline RingPosition<STAGES> before(RingPosition
     return position;
 }
 
-// How the consumers learn from the producer what comes next: two places, so that it can be ahead by one. Consumers read
-// where it lies, which keeps their registers for tiles.
-template <class Work> struct WorkRing {
-    static constexpr int BYTES = 2 * sizeof(Work);
+// How the others learn what comes next, from one thread that is ahead of them. They read where it lies, which keeps
+// their registers for tiles.
+template <class Work, int PLACES = 2> struct WorkRing {
+    using Position = RingPosition<PLACES>;
+    static constexpr int BYTES = PLACES * sizeof(Work);
     Work* places;
-    RingBarriers<2> barriers;
+    RingBarriers<PLACES> barriers;
 
-    __device__ void init(int consumers) const { barriers.init(consumers); }
+    __device__ void init(int readers) const { barriers.init(readers); }
 
-    __device__ Work& next(const RingPosition<2>& at) const {
+    __device__ Work& next(const Position& at) const {
         barrier_wait(barriers.empty(at.stage), at.phase ^ 1);
         return places[at.stage];
     }
-    __device__ void put(RingPosition<2>& at) const {
+    __device__ void put(Position& at) const {
         barrier_arrive(barriers.full(at.stage));
         at.advance();
     }
-    __device__ const Work& take(const RingPosition<2>& at) const {
+    __device__ const Work& take(const Position& at) const {
         barrier_wait(barriers.full(at.stage), at.phase);
         return places[at.stage];
     }
-    __device__ const Work& at(const RingPosition<2>& position) const {  // that has been taken
-        return places[position.stage];
-    }
-    __device__ void release(RingPosition<2>& at, bool leads) const {
+    __device__ const Work& at(const Position& position) const { return places[position.stage]; }  // that has been taken
+    __device__ void release(Position& at, bool leads) const {
         if (leads) barrier_arrive(barriers.empty(at.stage));
         at.advance();
     }
@@ -183,7 +184,7 @@ template <class Tile> struct AttentionExchange {
     uint32_t q, k, v, raw;
     RingBarriers<Tile::STAGES> k_barriers, v_barriers, raw_barriers;
     RingBarriers<Tile::CONSUMERS> q_barriers;  // of each consumer's rows
-    WorkRing<AttentionTask> work;
+    WorkRing<AttentionTask, Tile::PLACES> work;
 
     __device__ explicit AttentionExchange(char* shared)
         : q(shared_address(shared)),
@@ -202,7 +203,7 @@ template <class Tile> struct AttentionExchange {
         v_barriers.init(Tile::CONSUMERS, max_of(Tile::TRANSPOSERS, 1));
         if (Tile::kBytes) raw_barriers.init(Tile::TRANSPOSERS);
         q_barriers.init(1);
-        work.init(Tile::CONSUMERS + Tile::TRANSPOSERS);
+        work.init(Tile::READERS);
     }
 };
 
