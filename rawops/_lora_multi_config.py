@@ -156,7 +156,7 @@ def row_of_sorted(K: int) -> int:
 # --- the main kernel on Hopper --------------------------------------------------------------------------------------
 
 
-def _with_buffers(config, problem, finish: int, max_shared_bytes: int) -> tuple:
+def _with_buffers(config, problem, max_shared_bytes: int) -> tuple:
     """Return a configuration that gives up stages for the buffers of b, and its shared memory.
 
     The buffers take the place of the staging tile, if there is one, and what more they need.
@@ -164,7 +164,7 @@ def _with_buffers(config, problem, finish: int, max_shared_bytes: int) -> tuple:
     share = config.share(problem)
     staging = 0 if problem.finish == DIRECT else config.rows * share * 2
     buffers = _BUFFERS[config.block_m] * 128 * share * problem.parts  # of a consumer: sixteen ranks for each warp
-    more = config.consumers * (max(buffers, staging if finish == PLAIN else 0) - staging)
+    more = config.consumers * (max(buffers, staging) - staging)
     stages = (max_shared_bytes - config.other_bytes(problem) - more) // config.stage_bytes(problem)
     config = replace(config, stages=min(stages, config.stages))
     return config, config.shared_bytes(problem) + more
@@ -183,8 +183,8 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         sizes = device.sm_count, device.max_shared_bytes
         config = _gemm_sm90.configure(problem, *sizes, config.block_m, width, config.cluster)
     b, out = operands["b"], operands["out"]
-    finish = PLAIN if problem.finish == PLAIN else DIRECT
-    config, shared_bytes = _with_buffers(config, problem, finish, device.max_shared_bytes)
+    problem = replace(problem, finish=PLAIN if problem.finish == PLAIN else DIRECT)
+    config, shared_bytes = _with_buffers(config, problem, device.max_shared_bytes)
     choices = {
         "dtype": b.dtype,
         "out_dtype": out.dtype,
@@ -193,7 +193,7 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         "stages": config.stages,
         "b_k_major": problem.b_k_major,
         "activation": activation,
-        "finish": finish,
+        "finish": problem.finish,
         "buffers": _BUFFERS[config.block_m],
     }
     if config.cluster > 1:
