@@ -18,7 +18,7 @@ import numpy as np
 from rawops import _gemm_config, _gemm_repack, _gemm_sm90
 from rawops._gemm_8bit_config import BYTES, SCALES, SM80, SM90, SM90_CLUSTER, BytesProblem
 from rawops._gemm_call import Launch, Product, Slices
-from rawops._gemm_config import ACTIVATIONS, BLOCK_SCALED, CALL, COLUMN_SCALED, FLOAT8, IN_PLACE, PROMOTED, Problem
+from rawops._gemm_config import ACTIVATIONS, BLOCK_SCALED, COLUMN_SCALED, FLOAT8, IN_PLACE, PROMOTED, Problem
 from rawops._gemm_maps import k_major
 from rawops._gemm_operands import (
     ROLES,
@@ -32,6 +32,7 @@ from rawops._gemm_operands import (
     fold_batch,
     pack_shape,
 )
+from rawops._gemm_steps import pack_call
 from rawops._runtime import arrays, checks
 from rawops._runtime.kernel import Function
 
@@ -194,10 +195,12 @@ class _Steps:
     launch: Callable
 
     def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
-        a, b, out = addresses[:3]
-        params = CALL.pack(a, b, *alpha, *addresses[2:6], *beta) + self.shape
+        self.bind(addresses, alpha, beta)()
+
+    def bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None]:
+        params = pack_call(addresses, alpha, beta, self.shape)
         params += self.scales.pack(dict(zip(SCALES_OF, addresses[len(ROLES) :], strict=True)))
-        self.launch(a, b, out, params)
+        return functools.partial(self.launch, *addresses[:3], params)
 
 
 class ScaledProduct(Product):

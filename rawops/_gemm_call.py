@@ -18,7 +18,6 @@ import numpy as np
 from rawops import _gemm_choices, _gemm_config, _gemm_gemv, _gemm_repack, _gemm_sm90, _gemm_sm90_split
 from rawops._gemm_config import (
     ACTIVATIONS,
-    CALL,
     DTYPES,
     KERNELS,
     REDUCE,
@@ -43,16 +42,14 @@ from rawops._gemm_operands import (
     number,
     pack_shape,
 )
+from rawops._gemm_steps import ONE, ZERO, OneKernel, OnHopper, Repeat, SplitK
 from rawops._runtime import arrays, checks, dtypes
-from rawops._runtime.kernel import Function
-
-# Scalars as the kernels take them: the address and type of an array, and what its entry, or 1, is multiplied with.
-ONE, ZERO = (0, 1.0, 0), (0, 0.0, 0)
 
 _OUT = ROLES.index("out")
 _IN_PLACE = ("c", "residual")  # out may be one of these, entry for entry
 _MAX_GRID_Z = 65535
 _MAX_LAUNCHES = 4096  # of one product
+_PATIENCE = 4  # calls that a product keeps in vain before it gives up
 
 # --- scalars --------------------------------------------------------------------------------------------------------
 
@@ -92,59 +89,6 @@ def scalar(function: str, name: str, value):
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OneKernel:
-    """A product in one launch. `tail` packs what the kernel takes behind GemmParams, and keeps what that points to."""
-
-    kernel: Function
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    shape: bytes
-    tail: Callable[[tuple, list], tuple[bytes, object]] | None
-
-    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
-        params = CALL.pack(*addresses[:2], *alpha, *addresses[2:6], *beta) + self.shape
-        if self.tail is not None:
-            further, _kept = self.tail(operands, addresses)
-            params += further
-        self.kernel.launch(self.grid, self.block, (params,), self.shared_bytes)
-
-
-@dataclass(frozen=True)
-class SplitK:
-    """Partial products, which are a product into a workspace, and the reduction that finishes them."""
-
-    partial: OneKernel | OnHopper
-    reduce: Function
-    grid: tuple[int, int, int]
-    shape: bytes
-    slices: tuple[int, int, int]  # splits, batches * M, row stride
-    workspace: Callable[[], tuple]  # the array and its address
-
-    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
-        _kept, workspace = self.workspace()
-        splits, _, row_stride = self.slices
-        self.partial.run(operands, [*addresses[:2], workspace, 0, 0, 0, *addresses[6:]], alpha, ZERO)
-        params = CALL.pack(*addresses[:2], *alpha, *addresses[2:6], *beta) + self.shape
-        self.reduce.launch(self.grid, (REDUCE_THREADS, 1, 1), (params, workspace, splits, row_stride))
-
-
-@dataclass(frozen=True)
-class OnHopper:
-    """A product in one launch of Hopper's own kernel. `tail` gives what its plan wants to know of a low-rank part."""
-
-    plan: _gemm_sm90.Plan
-    shape: bytes
-    tail: Callable[[tuple, list], tuple[tuple, object]] | None = None
-
-    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
-        a, b, out = addresses[:3]
-        params = CALL.pack(a, b, *alpha, *addresses[2:6], *beta) + self.shape
-        low_rank, _kept = ((), None) if self.tail is None else self.tail(operands, addresses)
-        self.plan.run(a, b, out, params, *low_rank)
 
 
 @dataclass(frozen=True)
@@ -242,16 +186,23 @@ class Product:
         self.function, self.options, self.workspaces = function, options, workspaces
         self._launches: dict[tuple, Launch] = {}
         self._last: tuple = (None, None)
+        self._repeat: Repeat | None = None
+        self._patience = _PATIENCE
         Product._all.add(self)
 
     @classmethod
     def prepare_anew(cls) -> None:
         """Have all products choose their kernels again."""
         for product in list(cls._all):
-            product._launches, product._last = {}, (None, None)
+            product._launches, product._last, product._repeat = {}, (None, None), None
 
     def __call__(self, operands: tuple, alpha: tuple = ONE, beta: tuple = ZERO):
         """Run on arrays of any kind; alpha and beta as `scalars` returns them."""
+        repeat = self._repeat
+        if repeat is not None and repeat.is_of(operands, alpha, beta):
+            repeat.used = True
+            repeat.launch()
+            return operands[_OUT]
         found = arrays.signature(operands)
         if found is None:
             return self._call_converted(operands, alpha, beta)
@@ -260,7 +211,20 @@ class Product:
         last, launch = self._last
         if key != last:
             launch = self._launch_of(key, operands, addresses)
-        return self._run(launch, operands, addresses, alpha, beta)
+        result = self._run(launch, operands, addresses, alpha, beta)
+        if self._patience:
+            self._keep(launch, operands, addresses, alpha, beta)
+        return result
+
+    def _keep(self, launch: Launch, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        """Keep a call for its repetition, unless those that were kept have been in vain."""
+        last, again = self._repeat, None
+        if last is not None:
+            self._patience = _PATIENCE if last.used else self._patience - 1
+        steps = getattr(launch.run, "__self__", None)
+        if hasattr(steps, "bind") and operands[_OUT] is not None and not launch.collides(addresses):
+            again = steps.bind(addresses, alpha, beta)
+        self._repeat = None if again is None or not self._patience else Repeat(operands, alpha, beta, again)
 
     def _call_converted(self, operands: tuple, alpha: tuple, beta: tuple):
         """Run on arrays that need conversion, or in the emulator, which is too slow itself to need a cache."""

@@ -284,6 +284,8 @@ class Gemm:
             _check_without("Gemm", _PLAIN, scale_a=scale_a, scale_b=scale_b, scale_d=scale_d, zero_b=zero_b)
         self._product = _product_of("Gemm", options, kind, workspaces={})
         self._alpha, self._beta = scalar("Gemm", "alpha", alpha), scalar("Gemm", "beta", beta)
+        numbers = type(self._alpha) is float and type(self._beta) is float and self._beta == 0
+        self._factors = ((0, self._alpha, 0), ZERO) if numbers else None  # as packed, if c takes no part
         (self._bias, self._residual), _ = arrays.take("Gemm", bias=bias, residual=residual)
         self._check_epilogue(*plan)
 
@@ -299,9 +301,11 @@ class Gemm:
         """Run the plan; `bias` and `residual` given here stand in for those of the plan."""
         bias = self._bias if bias is None else bias
         residual = self._residual if residual is None else residual
-        alpha, beta = scalars("Gemm", self._alpha, self._beta, c, a)
-        if beta == ZERO:
-            c = None
+        if self._factors is not None:
+            c, (alpha, beta) = None, self._factors
+        else:
+            alpha, beta = scalars("Gemm", self._alpha, self._beta, c, a)
+            c = None if beta == ZERO else c
         if self._scales is not None:
             self._scales = self._scales.on_device("Gemm", a)
             alpha, self._further = self._scales.applied_to(alpha), self._scales.arrays

@@ -8,6 +8,7 @@ import pytest
 import rawops
 from rawops._gemm_call import Product, scalars
 from rawops._gemm_operands import Options
+from rawops._gemm_steps import ZERO
 from rawops._runtime import arrays
 
 
@@ -100,6 +101,60 @@ def test_a_result_over_an_input_is_found(prepared):
             launch = product._launch_of(key, found, addresses)
             overlapping = -2 * x.size < shift < last
             assert launch.collides(addresses) == (overlapping and not (shift == 0 and role in ("c", "residual")))
+
+
+@pytest.fixture
+def repeated(prepared, monkeypatch):
+    """The product of `prepared`, and the calls that were made again without a look at their arrays."""
+    product, _ = prepared
+    again = []
+    bind = lambda self, addresses, *scalars: lambda: again.append((addresses, *scalars))  # noqa: E731
+    monkeypatch.setattr(type(product), "bind", bind, raising=False)
+    return product, again
+
+
+def test_the_same_arrays_are_launched_again(repeated):
+    product, again = repeated
+    x = tuple(operands().get(role) for role in product.roles)
+    y = (Native((4, 8), address=1 << 22), *x[1:])
+    for call in (x, x, x):
+        assert product(call) is x[2]
+    assert len(again) == 2
+    product(x, (0, 2.0, 0))
+    product(y, (0, 2.0, 0))
+    assert len(again) == 2
+    product(y, (0, 2.0, 0))
+    assert len(again) == 3
+    assert again[-1] == ([1 << 22, 1 << 20, 1 << 24, 0, 0, 0], (0, 2.0, 0), ZERO)
+    y[0].shape = (4, 8, 1)  # in place, as CuPy's arrays may
+    with pytest.raises(ValueError, match="gemm"):
+        product(y, (0, 2.0, 0))
+
+
+def test_an_array_that_died_is_not_launched_again(repeated):
+    product, again = repeated
+    x = [operands().get(role) for role in product.roles]
+    product(tuple(x))
+    number = id(x[0])
+    x[0] = None
+    found = [Native((4, 8), address=1 << 22) for _ in range(100)]  # one of them has the identity of the dead
+    for a in found:
+        if id(a) == number:
+            x[0] = a
+            product(tuple(x))
+    assert not again
+
+
+def test_a_product_gives_up_on_calls_that_never_come_again(repeated):
+    product, again = repeated
+    for call in range(12):
+        x = operands(a=Native((4, 8), address=(call + 9) << 22))
+        product(tuple(x.get(role) for role in product.roles))
+    same = tuple(x.get(role) for role in product.roles)
+    for _ in range(3):
+        product(same)
+    assert not again
+    assert product._repeat is None
 
 
 # --- scalars --------------------------------------------------------------------------------------------------------

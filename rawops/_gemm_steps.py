@@ -1,0 +1,111 @@
+"""What the launches of a product are: prepared once for arrays of a kind, run with their addresses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rawops import _gemm_sm90
+from rawops._gemm_config import CALL, REDUCE_THREADS
+from rawops._runtime.kernel import Function
+
+# Scalars as the kernels take them: the address and type of an array, and what its entry, or 1, is multiplied with.
+ONE, ZERO = (0, 1.0, 0), (0, 0.0, 0)
+
+
+class Repeat:
+    """A call that is made again with the same arrays, as by a decoding loop: all that is left is its launch.
+
+    It is told by the identity of the arrays, which it does not keep alive: with the first that dies it is forgotten,
+    before another array can have the same identity. An array may change its shape in place, so these are compared.
+    """
+
+    def __init__(self, operands: tuple, alpha: tuple, beta: tuple, launch: Callable[[], None]) -> None:
+        self.launch, self.used = launch, False
+        self._scalars = alpha, beta
+        self._ids = tuple(map(id, operands))
+        self._shapes = [x.shape for x in operands if x is not None]
+        self._alive = [weakref.ref(x, self._forget) for x in operands if x is not None]
+
+    def _forget(self, _) -> None:
+        self._ids = ()
+
+    def is_of(self, operands: tuple, alpha: tuple, beta: tuple) -> bool:
+        return (
+            tuple(map(id, operands)) == self._ids
+            and (alpha, beta) == self._scalars
+            and [x.shape for x in operands if x is not None] == self._shapes
+        )
+
+
+def pack_call(addresses: list, alpha: tuple, beta: tuple, shape: bytes) -> bytes:
+    """Pack GemmParams."""
+    return CALL.pack(*addresses[:2], *alpha, *addresses[2:6], *beta) + shape
+
+
+@dataclass(frozen=True)
+class OneKernel:
+    """A product in one launch. `tail` packs what the kernel takes behind GemmParams, and keeps what that points to."""
+
+    kernel: Function
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    shape: bytes
+    tail: Callable[[tuple, list], tuple[bytes, object]] | None
+
+    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        params, _kept = pack_call(addresses, alpha, beta, self.shape), None
+        if self.tail is not None:
+            further, _kept = self.tail(operands, addresses)
+            params += further
+        self.kernel.launch(self.grid, self.block, (params,), self.shared_bytes)
+
+    def bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None] | None:
+        """Return the launch alone, for the same call again; None where there is more to do than that."""
+        if self.tail is not None:
+            return None
+        values = (pack_call(addresses, alpha, beta, self.shape),)
+        return lambda: self.kernel.launch(self.grid, self.block, values, self.shared_bytes)
+
+
+@dataclass(frozen=True)
+class SplitK:
+    """Partial products, which are a product into a workspace, and the reduction that finishes them."""
+
+    partial: OneKernel | OnHopper
+    reduce: Function
+    grid: tuple[int, int, int]
+    shape: bytes
+    slices: tuple[int, int, int]  # splits, batches * M, row stride
+    workspace: Callable[[], tuple]  # the array and its address
+
+    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        _kept, workspace = self.workspace()
+        splits, _, row_stride = self.slices
+        self.partial.run(operands, [*addresses[:2], workspace, 0, 0, 0, *addresses[6:]], alpha, ZERO)
+        params = pack_call(addresses, alpha, beta, self.shape)
+        self.reduce.launch(self.grid, (REDUCE_THREADS, 1, 1), (params, workspace, splits, row_stride))
+
+
+@dataclass(frozen=True)
+class OnHopper:
+    """A product in one launch of Hopper's own kernel. `tail` gives what its plan wants to know of a low-rank part."""
+
+    plan: _gemm_sm90.Plan
+    shape: bytes
+    tail: Callable[[tuple, list], tuple[tuple, object]] | None = None
+
+    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        low_rank, _kept = ((), None) if self.tail is None else self.tail(operands, addresses)
+        self.plan.run(*addresses[:3], pack_call(addresses, alpha, beta, self.shape), *low_rank)
+
+    def bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None] | None:
+        """As for OneKernel."""
+        if self.tail is not None:
+            return None
+        plan, block = self.plan, (self.plan.config.threads, 1, 1)
+        params = pack_call(addresses, alpha, beta, self.shape)
+        values = plan.maps(*addresses[:3]), params, plan.config.raster_rows
+        return lambda: plan.kernel.launch(plan.grid, block, values, plan.shared_bytes)
