@@ -6,6 +6,25 @@
 
 namespace rawops {
 
+// Issues part = a @ b of the next stage when it is full.
+template <class Tile>
+__device__ inline void multiply_stage(typename Tile::Value (&part)[Tile::BLOCK_N / 2],
+                                      const RingPosition<Tile::STAGES>& slot, const Exchange<Tile>& exchange,
+                                      const Consumer& self) {
+    using A = typename Tile::OperandA;
+    using B = typename Tile::OperandB;
+    const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
+    const uint64_t a = A::descriptor(stage + self.row / 64 * A::ROWS_64), b = B::descriptor(stage + Tile::A_BYTES);
+    barrier_wait(exchange.barriers.full(slot.stage), slot.phase);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Tile::K_STEPS; ++step) {
+        WgmmaAtom<typename Tile::T, Tile::BLOCK_N, true, true>::multiply(part, A::advance(a, 0, step),
+                                                                         B::advance(b, 0, step), step > 0);
+    }
+    wgmma_commit();
+}
+
 // sum = a @ b over the next k_blocks stages, each of which the tensor cores add up in their own 14 bits or so. The other
 // consumer keeps them busy while this one adds.
 template <class Tile>
@@ -15,11 +34,14 @@ __device__ inline void multiply_promoted(typename Tile::Accumulators& sum, RingP
     for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] = 0;
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {
-        typename Tile::Accumulators part;
-        typename Tile::LowRank::Accumulators none;
-        multiply_stages<Tile>(part, none, slot, 1, exchange, self);
+        typename Tile::Value part[Tile::BLOCK_N / 2];
+        multiply_stage<Tile>(part, slot, exchange, self);
+        wgmma_wait<0>();
+        hold(part);
+        if (self.leads()) barrier_arrive(exchange.barriers.empty(slot.stage));
 #pragma unroll
-        for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] += part[0][i];
+        for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] += part[i];
+        slot.advance();
     }
 }
 
@@ -127,25 +149,22 @@ __device__ inline void add_scaled(float (&sum)[Tile::BLOCK_N / 2], const float (
                                   const float (&row)[2], const float (&column)[Tile::PARTS][2],
                                   const int (&to_second)[Tile::PARTS], uint32_t columns) {
     using Staged = StagedScales<Tile, kEveryColumn>;
+    float scale[Tile::PARTS][2][2];  // of a part's first block and of its second, both rows
+#pragma unroll
+    for (int i = 0; i < Tile::PARTS * 4; ++i) scale[i / 4][i / 2 % 2][i % 2] = row[i % 2] * column[i / 4][i / 2 % 2];
 #pragma unroll
     for (int i = 0; i < Tile::BLOCK_N / 2; i += 4) {
         const int of_part = i * 2 / Tile::COLS, col = i * 2 % Tile::COLS;
-        float pair[2] = {1, 1};
-        if constexpr (kEveryColumn) {
-            load_shared(pair, columns + i * 8);
-        } else {
+        // Where tiles start at multiples of 16, all of these columns are in one block.
+        const int begin = Staged::kOneBlock || Staged::kHalves ? SPLIT : to_second[of_part];
+        float pair[2];
+        if constexpr (kEveryColumn) load_shared(pair, columns + i * 8);
 #pragma unroll
-            for (int place = 0; place < 2; ++place) {
-                // Where tiles start at multiples of 16, all of these columns are in one block.
-                const int begin = Staged::kOneBlock || Staged::kHalves ? SPLIT : to_second[of_part];
-                const bool second = col + (Tile::PARTS > 1 ? place : 0) >= begin;
-                pair[place] = second ? column[of_part][1] : column[of_part][0];
-            }
-        }
-#pragma unroll
-        for (int place = 0; place < 2; ++place) {
-            sum[i + place] += part[i + place] * (row[0] * pair[place]);
-            sum[i + place + 2] += part[i + place + 2] * (row[1] * pair[place]);
+        for (int j = 0; j < 4; ++j) {
+            const bool second = (Tile::PARTS > 1 ? col + j % 2 : col / 16 * 16) >= begin;
+            const float (&of_block)[2][2] = scale[of_part];
+            const float factor = second ? of_block[1][j / 2] : of_block[0][j / 2];
+            sum[i + j] += part[i + j] * (kEveryColumn ? row[j / 2] * pair[j % 2] : factor);
         }
     }
 }
@@ -156,8 +175,6 @@ template <class Tile, bool kEveryColumn>
 __device__ inline void multiply_scaled(typename Tile::Accumulators& sum, const BlockScales& scales, const Work& work,
                                        int cols, RingPosition<Tile::STAGES>& slot, int k_blocks,
                                        const Exchange<Tile>& exchange, const Consumer& self) {
-    using A = typename Tile::OperandA;
-    using B = typename Tile::OperandB;
     using Staged = StagedScales<Tile, kEveryColumn>;
     const int lane = self.lane(), first = self.row + self.warp_row() + lane / 4;
     int to_second[Tile::PARTS];  // columns from this lane's first one to the second block of 128
@@ -170,17 +187,8 @@ __device__ inline void multiply_scaled(typename Tile::Accumulators& sum, const B
     for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] = 0;
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {
-        const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
-        const uint64_t a = A::descriptor(stage + self.row / 64 * A::ROWS_64), b = B::descriptor(stage + Tile::A_BYTES);
         typename Tile::Value part[Tile::BLOCK_N / 2];
-        barrier_wait(exchange.barriers.full(slot.stage), slot.phase);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Tile::K_STEPS; ++step) {
-            WgmmaAtom<typename Tile::T, Tile::BLOCK_N, true, true>::multiply(part, A::advance(a, 0, step),
-                                                                             B::advance(b, 0, step), step > 0);
-        }
-        wgmma_commit();
+        multiply_stage<Tile>(part, slot, exchange, self);
         const Staged staged(exchange, slot.stage);
         float row[2] = {1, 1}, column[Tile::PARTS][2];
         if (scales.a != nullptr) {
@@ -193,7 +201,7 @@ __device__ inline void multiply_scaled(typename Tile::Accumulators& sum, const B
         }
         wgmma_wait<0>();
         hold(part);
-        auto release = [&] {
+        auto release = [&] {  // by warps, which read their scales each at a time of its own
             __syncwarp();
             if (lane == 0) barrier_arrive(exchange.barriers.empty(slot.stage));
         };
@@ -225,8 +233,7 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
         }
     }
 
-    // Lanes of the producer that load scales, and arrivals of a consumer that let a stage go: of its warps, which read
-    // their scales each at a time of its own.
+    // Lanes of the producer that load scales, and arrivals of a consumer that let a stage go.
     static constexpr bool kStaged = kPromotion >= kBlockScaled;
     static constexpr int LOADERS = kStaged ? kWarpSize : 0, RELEASES = kStaged ? 4 : 1;
     static constexpr __device__ int stage_bytes(int block_m, int block_n) {
