@@ -7,8 +7,8 @@
 // A block computes one tile of D and walks along K through a ring of cp.async stages. Its warps share out tokens,
 // columns (32 each) and the K of a stage. blockIdx.x is the tile, blockIdx.y the slice of K, blockIdx.z the batch.
 #include "common/dequant.cuh"
-#include "common/gemm_problem.cuh"
 #include "common/ring.cuh"
+#include "common/w4_problem.cuh"
 
 namespace rawops {
 
@@ -19,19 +19,6 @@ template <int BLOCK_M_, int BLOCK_N_, int BLOCK_K_, int STAGES_, int WARPS_M_, i
     static constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_K = BLOCK_K / WARPS_K;
     static constexpr int BLOCKS = BLOCK_M == 8 ? 2 : 1;  // on an SM: few tokens leave registers for more
     static_assert(WARP_M % 8 == 0 && WARP_K % 32 == 0 && BLOCK_K % 128 == 0, "warps hold whole fragments and groups");
-};
-
-// Scales and zero points, (K / GROUP, N). A zero point is a byte; zero_sign is 128 for int8, 0 for uint8.
-struct GroupParams {
-    const void *scale, *zero;
-    int64_t scale_row, scale_col, zero_row, zero_col;
-    int zero_sign;
-};
-
-struct W4Params {
-    GemmCall call;
-    GemmShape shape;
-    GroupParams groups;
 };
 
 // The parts of a stage and who fills and reads them.

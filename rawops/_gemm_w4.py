@@ -8,15 +8,27 @@ scales the sum in float32. So weights are never rounded, and the error is that o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rawops import _gemm_w4_sm90
 from rawops._gemm_call import Product
 from rawops._gemm_config import CALL_FIELDS, LAYOUT_CHOICES, SHAPE_FIELDS, SWIGLU, Config, Problem
-from rawops._gemm_operands import ROLES, Operand, Options, Request, Sizes, check, check_dtype
+from rawops._gemm_maps import k_major
+from rawops._gemm_operands import (
+    ROLES,
+    Operand,
+    Options,
+    Request,
+    Sizes,
+    check,
+    check_dtype,
+)
+from rawops._gemm_steps import pack_call
 from rawops._runtime import checks, dtypes
-from rawops._runtime.kernel import KernelSpec, ParamStruct
+from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 
 FORMATS = ("int4", "uint4", "float4_e2m1fn")  # the index is the kernel's number
 GROUPS = (32, 64, 128)
@@ -79,6 +91,7 @@ _GROUP_FIELDS = {
     "zero_sign": "int32",
 }
 _GROUP_PARAMS = ParamStruct("GroupParams", **_GROUP_FIELDS)
+_PARAMS = ParamStruct("W4Params", **CALL_FIELDS, **SHAPE_FIELDS, **_GROUP_FIELDS)
 _CHOICES = {
     "dtype": _DTYPES,
     "out_dtype": _SCALE_DTYPES,
@@ -115,8 +128,9 @@ W4 = KernelSpec(
         _smoke(TILES[0], number_format=1, has_zeros=True, access_b=1, access_scale=2, access_zero=1, activation=SWIGLU),
         _smoke(TILES[0], number_format=2, a_k_major=False, b_k_major=False, access_a=2, access_b=1, access_scale=2),
     ),
-    params=ParamStruct("W4Params", **CALL_FIELDS, **SHAPE_FIELDS, **_GROUP_FIELDS),
+    params=_PARAMS,
 )
+W4_SM90 = _gemm_w4_sm90.spec_of(_PARAMS, _SCALE_DTYPES, len(FORMATS))
 
 # --- which tile -----------------------------------------------------------------------------------------------------
 
@@ -205,30 +219,85 @@ class WeightProduct(Product):
         sizes = device.sm_count, device.max_shared_bytes
         return select_config(problem, _groups_of(request), *sizes, self.options.split_k)
 
-    def hopper(self, *described) -> None:
-        return None
+    def hopper(self, request: Request, arguments: tuple, further: dict, shape: bytes) -> _OnHopper | None:
+        device, operands, M, N, K, extents, activation = arguments
+        fits = _groups_of(request).size == _gemm_w4_sm90.GROUP and _streams(device, operands, further, M, N, K)
+        fits = fits and extents == (1, 1, 1)
+        if not fits or self.options.split_k is not None:
+            return None
+        cols = N // 2 if activation == SWIGLU else N
+        groups, limits = _groups_of(request), (device.sm_count, device.max_shared_bytes)
+        group_bytes = groups.scale_bytes, groups.zero_bytes
+        config = _gemm_w4_sm90.select_config(M, N, K, N // cols, group_bytes, *limits)
+        choices = {"dtype": operands["a"].dtype, "out_dtype": operands["out"].dtype, **self._groups(further)}
+        kernel = W4_SM90.kernel(device, **choices, tokens=config.tokens, activation=activation)
+        maps = _gemm_w4_sm90.tensor_maps(device, operands, further, config, (M, N, K, cols))
+        return _OnHopper(kernel, (config.blocks, 1, 1), config, maps, shape, _tail(further))
 
     def kernel(self, device, request: Request, problem: Problem, config: Config, choices: dict, further: dict):
         groups, scale, zero = _groups_of(request), further["scale_b"], further.get("zero_b")
         gate = problem.N // 2 if choices["activation"] == SWIGLU else 0
         choices = {
             **choices,
-            "scale_dtype": scale.dtype,
-            "format": FORMATS.index(self.b_dtype),
-            "has_zeros": zero is not None,
+            **self._groups(further),
             "group": groups.size,
             "access_b": choices["access_b"] if choices["access_b"] != 2 else 1,
             "access_scale": _access(scale, gate),
             "access_zero": 16 if zero is None else _access(zero, gate),
         }
-        strides = (scale.row, scale.col, zero.row if zero else 0, zero.col if zero else 0)
-        sign = 128 if zero is not None and zero.dtype == "int8" else 0
+        return W4.kernel(device, **choices), groups.ring_bytes(config.tile), _tail(further)
 
-        def tail(operands: tuple, addresses: list) -> tuple[bytes, None]:
-            scale_address, zero_address = (*addresses[len(ROLES) :], 0)[:2]
-            return _GROUP_PARAMS.pack(scale_address, zero_address, *strides, sign), None
+    def _groups(self, further: dict) -> dict:
+        """Return what both kernels are told of the weights."""
+        scale, has_zeros = further["scale_b"], "zero_b" in further
+        return {"scale_dtype": scale.dtype, "format": FORMATS.index(self.b_dtype), "has_zeros": has_zeros}
 
-        return W4.kernel(device, **choices), groups.ring_bytes(config.tile), tail
+
+def _tail(further: dict) -> Callable[[tuple, list], tuple[bytes, None]]:
+    """Return what packs the GroupParams of a call."""
+    scale, zero = further["scale_b"], further.get("zero_b")
+    strides = (scale.row, scale.col, zero.row if zero else 0, zero.col if zero else 0)
+    sign = 128 if zero is not None and zero.dtype == "int8" else 0
+
+    def tail(operands: tuple, addresses: list) -> tuple[bytes, None]:
+        scale_address, zero_address = (*addresses[len(ROLES) :], 0)[:2]
+        return _GROUP_PARAMS.pack(scale_address, zero_address, *strides, sign), None
+
+    return tail
+
+
+def _streams(device, operands: dict, further: dict, M: int, N: int, K: int) -> bool:
+    """Tell whether gemm_w4_sm90.cu can run a product: few tokens, K contiguous, all of it readable by TMA."""
+    a, b = operands["a"], operands["b"]
+    return (
+        W4_SM90.exists_on(device.capability)
+        and 0 < M <= _gemm_w4_sm90.TOKENS[-1]
+        and K % (2 * _gemm_w4_sm90.GROUP) == 0 < K
+        and k_major(a, M, K, a.row, a.col) is True
+        and k_major(b, N, K // 2, b.col, b.row) is True
+        and all(_gemm_w4_sm90.movable(x, N, K) for x in further.values())
+    )
+
+
+@dataclass(frozen=True)
+class _OnHopper:
+    """A product of few tokens in one launch of gemm_w4_sm90.cu."""
+
+    kernel: Function
+    grid: tuple[int, int, int]
+    config: _gemm_w4_sm90.Config
+    maps: Callable[..., bytes]
+    shape: bytes
+    tail: Callable[[tuple, list], tuple[bytes, None]]
+
+    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+        self.bind(addresses, alpha, beta)()
+
+    def bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None]:
+        params = pack_call(addresses, alpha, beta, self.shape) + self.tail((), addresses)[0]
+        values = self.maps(*addresses[:2], *addresses[len(ROLES) :]), params, self.config.pack()
+        block, shared_bytes = (self.config.threads, 1, 1), self.config.shared_bytes
+        return lambda: self.kernel.launch(self.grid, block, values, shared_bytes)
 
 
 def _groups_of(request: Request) -> Groups:

@@ -34,6 +34,22 @@ template <class To, class From> __device__ inline To bits_as(From x) {
     return *reinterpret_cast<To*>(&x);
 }
 
+// A code in each half of a word as two T, exact for every format. The code is in the lowest bits of its half, of kFloat4
+// in the highest; the others may be anything.
+template <class T, int kFormat> __device__ inline uint32_t convert_codes(uint32_t codes) {
+    using Pair = typename Half<T>::Pair;
+    if constexpr (kFormat == kFloat4) {  // sign, exponent and mantissa to their places, the exponent off by a bias
+        const uint32_t top = codes & 0xf000f000;
+        const uint32_t placed = (top | top >> Half<T>::kExponentShift) & Half<T>::kFloat4Mask;
+        return bits_as<uint32_t>(__hmul2(bits_as<Pair>(placed), bits_as<Pair>(Half<T>::kRebias)));
+    } else {  // q as the last bits of a power of two, which is subtracted; two's complement is q ^ 8 less 8
+        constexpr uint32_t kBias = kFormat == kInt4 ? Half<T>::kInteger | 0x00080008 : Half<T>::kInteger;
+        uint32_t biased;  // (codes & 0x000f000f) ^ kBias, with the mask in a register: the compiler moves it anew
+        asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(biased) : "r"(codes), "r"(0x000f000f), "n"(kBias));
+        return bits_as<uint32_t>(__hsub2(bits_as<Pair>(biased), bits_as<Pair>(kBias)));
+    }
+}
+
 // Four bytes of weights. pair(i) is byte i as two T, exact for every format.
 template <class T, int kFormat> class PackedWeights {
 public:
@@ -41,23 +57,25 @@ public:
         : first(kFormat == kFloat4 ? word << 4 : word), second(kFormat == kFloat4 ? word : word >> 4) {}
 
     __device__ uint32_t pair(int byte) const {
-        using Pair = typename Half<T>::Pair;
-        const uint32_t codes = __byte_perm(first, second, 0x4400 + byte * 0x1111);  // one element in each half
-        if constexpr (kFormat == kFloat4) {  // sign, exponent and mantissa to their places, the exponent off by a bias
-            const uint32_t top = codes & 0xf000f000;
-            const uint32_t placed = (top | top >> Half<T>::kExponentShift) & Half<T>::kFloat4Mask;
-            return bits_as<uint32_t>(__hmul2(bits_as<Pair>(placed), bits_as<Pair>(Half<T>::kRebias)));
-        } else {  // q as the last bits of a power of two, which is subtracted; two's complement is q ^ 8 less 8
-            constexpr uint32_t kBias = kFormat == kInt4 ? Half<T>::kInteger | 0x00080008 : Half<T>::kInteger;
-            uint32_t biased;  // (codes & 0x000f000f) ^ kBias, with the mask in a register: the compiler moves it anew
-            asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(biased) : "r"(codes), "r"(0x000f000f), "n"(kBias));
-            return bits_as<uint32_t>(__hsub2(bits_as<Pair>(biased), bits_as<Pair>(kBias)));
-        }
+        return convert_codes<T, kFormat>(__byte_perm(first, second, 0x4400 + byte * 0x1111));
     }
 
 private:
     uint32_t first, second;  // words whose bytes hold the first and the second element where pair() wants them
 };
+
+// Elements i and i + 4 of the eight in a word, as two T: a shift where neighbours take more.
+template <class T, int kFormat> __device__ inline uint32_t pair_apart(uint32_t word, int i) {
+    return convert_codes<T, kFormat>(kFormat == kFloat4 ? word << (12 - 4 * i) : word >> 4 * i);
+}
+
+// Eight neighbours, two in a register, in that order.
+__device__ inline void pair_apart(uint32_t (&r)[4]) {
+    const uint32_t pairs[4] = {__byte_perm(r[0], r[2], 0x5410), __byte_perm(r[0], r[2], 0x7632),
+                               __byte_perm(r[1], r[3], 0x5410), __byte_perm(r[1], r[3], 0x7632)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = pairs[i];
+}
 
 // The zero points of the four columns whose weights a lane dequantises together, subtracted in T: exact while integers
 // up to 256 are.
@@ -72,6 +90,13 @@ template <class T> struct ZeroPoints {
 struct NoZeroPoints {
     __device__ uint32_t subtract_from(uint32_t pair, int) const { return pair; }
 };
+
+__device__ inline void load_shared(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
 
 // Fragments of 32 weight columns x 32 of K for a warp: two atoms of 16 rows (the columns) x two steps of 16 along K.
 // With g = lane / 4 and t = lane % 4, a lane holds four words. K-major: word w is 4 bytes, K 8t .. 8t + 7, of column
@@ -133,14 +158,8 @@ template <class Tile, bool kKMajor, bool kWeightsKMajor> struct TokenReader {
             ldmatrix<true>(r, tile + Tile::moved(lane_offset, k_step * 32, token_step * 8));
         } else {
             const uint32_t address = tile + Tile::moved(lane_offset, token_step * 8, k_step * 32);
-            if constexpr (kWeightsKMajor) {
-                asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                             : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                             : "r"(address)
-                             : "memory");
-            } else {
-                ldmatrix<false>(r, address);
-            }
+            if constexpr (kWeightsKMajor) load_shared(r, address);
+            else ldmatrix<false>(r, address);
         }
     }
 };

@@ -1,0 +1,121 @@
+"""Few tokens and 4-bit weights with K contiguous in groups of 128: the kernel of Hopper that streams them."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hopper_gemm import ran_on_hopper
+from packed_weights import Weights, integers, same
+
+import rawops
+from rawops._gemm_w4_sm90 import TOKENS, select_config
+from rawops.testing import references, tolerances
+
+KERNEL = "gemm_w4_sm90"
+CASES = [
+    ((1, 16, 256), "int4", False),
+    ((1, 48, 768), "uint4", True),
+    ((2, 144, 256), "uint4", True),
+    ((8, 64, 512), "float4_e2m1fn", False),
+    ((8, 256, 256), "int4", False),
+    ((9, 32, 1280), "uint4", False),
+    ((16, 112, 256), "uint4", True),
+    ((16, 136, 256), "float4_e2m1fn", False),
+]
+
+
+@pytest.mark.parametrize("size, b_dtype, zeros", CASES)
+def test_sizes_and_formats(hopper, rng, size, b_dtype, zeros):
+    M, N, K = size
+    dtype = "bfloat16" if M % 2 else "float16"
+    weights = Weights(hopper, rng, K, N, 128, b_dtype, zeros=zeros, scale_dtype=dtype)
+    a = integers(rng, (M, K), dtype)
+    out = hopper.guarded((M, N), np.float32)
+    weights.gemm(hopper.put(a), out=out)
+    assert ran_on_hopper(hopper, KERNEL)
+    same(hopper, out, a.astype(float) @ weights.values)
+
+
+@pytest.mark.parametrize("M, scale_dtype", [(1, "float16"), (3, "float32"), (16, "bfloat16"), (16, "float32")])
+def test_epilogue(hopper, rng, M, scale_dtype):
+    N, K = 160, 256
+    weights = Weights(hopper, rng, K, N, 128, "uint4", zeros=True, scale_dtype=scale_dtype)
+    a, c, bias = integers(rng, (M, K)), integers(rng, (M, N)), integers(rng, (N,), "float32")
+    keywords = {"alpha": 0.5, "beta": 2.0, "bias": bias, "activation": "swiglu"}
+    given = {**keywords, "bias": hopper.put(bias)}
+    got = weights.gemm(hopper.put(a), hopper.put(c), residual=hopper.put(c[:, : N // 2].copy()), **given)
+    assert ran_on_hopper(hopper, KERNEL)
+    want = references.gemm(a, weights.values, c, residual=c[:, : N // 2], **keywords)
+    tolerances.assert_close(hopper.get(got), want, "float16", k=K)
+
+
+def test_more_rounds_than_stages(hopper, rng):
+    """The ring comes round, and the last round has groups for a few of the slices only."""
+    for M, K in ((16, 128 * 76), (1, 128 * 82)):
+        config = select_config(M, 16, K, 1, (2, 0), 132, 227 * 1024)
+        assert config.stages * config.slices * 128 < K
+        assert K // 128 % config.slices
+        weights = Weights(hopper, rng, K, 16, 128, "int4")
+        a = integers(rng, (M, K))
+        got = weights.gemm(hopper.put(a), out_dtype="float32")
+        assert ran_on_hopper(hopper, KERNEL)
+        same(hopper, got, a.astype(float) @ weights.values)
+
+
+def test_views_and_batches(hopper, rng):
+    """NaN on all sides of what is read; rows that do not stack take the general kernel."""
+    N, K = 32, 256
+    weights = Weights(hopper, rng, K, N, 128, "uint4", zeros=True)
+    wide = np.full((3, 7, K + 16), np.nan, np.float16)
+    wide[:, 2:5, 8:-8] = integers(rng, (3, 3, K))
+    scale = np.full((4, N + 16), np.nan, np.float16)
+    scale[1:-1, 8:-8] = hopper.get(weights.scale_b)
+    weights.scale_b = hopper.put(scale)[1:-1, 8:-8]
+    a = hopper.put(wide)[:, 2:5, 8:-8]
+    same(hopper, weights.gemm(a[1], out_dtype="float32"), wide[1, 2:5, 8:-8].astype(float) @ weights.values)
+    assert ran_on_hopper(hopper, KERNEL)
+    same(hopper, weights.gemm(a, out_dtype="float32"), wide[:, 2:5, 8:-8].astype(float) @ weights.values)
+    assert not hopper.report or not ran_on_hopper(hopper, KERNEL)
+
+
+def test_nothing_read_without_alpha_and_nan_where_it_is_read(hopper, rng):
+    weights = Weights(hopper, rng, 256, 16, 128, "int4")
+    c, a = integers(rng, (4, 16)), integers(rng, (4, 256))
+    a[1, 40] = np.nan
+    same(hopper, weights.gemm(hopper.put(a), hopper.put(c), alpha=0.0, beta=1.0), c)
+    assert np.isnan(hopper.get(weights.gemm(hopper.put(a)))).all(1).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("change", ["group", "columns", "rows", "split", "scales", "start"])
+def test_others_take_the_general_kernel(hopper, rng, change):
+    N, group, rows = 11 if change == "columns" else 16, 64 if change == "group" else 128, 17 if change == "rows" else 3
+    weights = Weights(hopper, rng, 256, N, group, "int4", k_major=change != "scales")
+    a = integers(rng, (rows, 264))
+    part = hopper.put(a)[:, 1:257] if change == "start" else hopper.put(a)[:, :256]
+    got = weights.gemm(part, out_dtype="float32", **({"split_k": 2} if change == "split" else {}))
+    assert not hopper.report or not ran_on_hopper(hopper, KERNEL)
+    same(hopper, got, hopper.get(part).astype(float) @ weights.values)
+
+
+def test_configurations():
+    """One round of blocks where that is possible, and no more memory than there is."""
+    sizes = itertools.product((1, 8, 16), (16, 4096, 28672, 152064), (128, 4096, 14336), (1, 2), ((2, 0), (4, 1)))
+    for M, N, K, parts, group_bytes in sizes:
+        config = select_config(M, N, K, parts, group_bytes, 132, 227 * 1024)
+        assert config.tokens in TOKENS
+        assert config.tokens >= M
+        assert config.blocks * config.units * 32 >= N
+        assert config.threads <= 512
+        assert config.shared_bytes <= 227 * 1024
+        assert config.units * 32 <= 256
+    config = select_config(1, 28672, 4096, 1, (2, 0), 132, 227 * 1024)
+    assert (config.blocks, config.units, config.slices) == (128, 7, 2)
+
+
+def test_a_plan(hopper, rng):
+    weights = Weights(hopper, rng, 512, 24, 128, "float4_e2m1fn")
+    plan = rawops.Gemm(2, 24, 512, "float16", out_dtype="float32", scale_b=weights.scale_b, b_dtype="float4_e2m1fn")
+    for _ in range(2):
+        a = integers(rng, (2, 512))
+        same(hopper, plan(hopper.put(a), weights.b), a.astype(float) @ weights.values)
+    assert ran_on_hopper(hopper, KERNEL)
