@@ -212,7 +212,7 @@ class Product:
         if key != last:
             launch = self._launch_of(key, operands, addresses)
         result = self._run(launch, operands, addresses, alpha, beta)
-        if self._patience:
+        if self._patience and operands[_OUT] is not None:
             self._keep(launch, operands, addresses, alpha, beta)
         return result
 
@@ -222,7 +222,7 @@ class Product:
         if last is not None:
             self._patience = _PATIENCE if last.used else self._patience - 1
         steps = getattr(launch.run, "__self__", None)
-        if hasattr(steps, "bind") and operands[_OUT] is not None and not launch.collides(addresses):
+        if hasattr(steps, "bind") and not launch.collides(addresses):
             again = steps.bind(addresses, alpha, beta)
         self._repeat = None if again is None or not self._patience else Repeat(operands, alpha, beta, again)
 
