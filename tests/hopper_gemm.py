@@ -35,14 +35,23 @@ def force(monkeypatch):
     """Fix tile, ring and number of blocks: few blocks walk over many tiles, short rings wrap often."""
 
     def fix(
-        block_n: int, ping_pong=False, stages: int = 2, blocks: int = 2, block_m: int = 128, cluster=1, rides=True
+        block_n: int,
+        ping_pong=False,
+        stages: int = 2,
+        blocks: int = 2,
+        block_m: int = 128,
+        cluster=1,
+        rides=True,
+        raster_rows: int | None = None,
     ) -> None:
         def chosen(problem, *limits):
             if problem.finish == sm90.DIRECT and problem.N <= 64 and not rides:
                 return select(problem, *limits)  # the product that makes y
             config = sm90.configure(problem, *limits, block_m, block_n, cluster, ping_pong, rides and problem.rank > 0)
             assert config.stages >= stages
-            return dataclasses.replace(config, stages=stages, blocks=blocks if cluster == 1 else config.blocks)
+            if cluster == 1:
+                config = dataclasses.replace(config, blocks=blocks)
+            return dataclasses.replace(config, stages=stages, raster_rows=raster_rows or config.raster_rows)
 
         select = sm90.select_config
         monkeypatch.setattr(sm90, "select_config", chosen)

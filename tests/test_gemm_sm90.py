@@ -82,6 +82,12 @@ def test_edges(hopper, rng, M, N, K):
     check(hopper, integers(rng, (M, K), BFLOAT16), integers(rng, (K, N), BFLOAT16), ("row", "col"))
 
 
+def test_bands_of_the_raster(hopper, force, rng):
+    """Five rows of tiles in bands of two and a last one of a single row, of two batches."""
+    force(64, block_m=64, raster_rows=2)
+    check(hopper, integers(rng, (2, 260, 40), FLOAT16), integers(rng, (40, 136), FLOAT16), ("row", "col"))
+
+
 @pytest.mark.parametrize("N, dtype", [(125, "float16"), (128, "float32"), (131, "float32")])
 @pytest.mark.parametrize("tile", [{}, {"ping_pong": True}, {"block_m": 64, "cluster": 2}], ids=str)
 def test_results_that_tma_cannot_write(hopper, force, rng, N, dtype, tile):

@@ -40,10 +40,9 @@ struct TileIndex {
 // Blocks that run together cover few rows and few columns of tiles, so that their operands stay in the L2.
 __device__ inline TileIndex grouped_raster(int index, int tiles_m, int tiles_n, int group_rows = 8) {
     const int group = group_rows >= tiles_m ? 0 : index / (group_rows * tiles_n);
-    const int rows = min_of(tiles_m - group * group_rows, group_rows);
-    if (rows == 1) return {group, index - group * tiles_n};
-    const int rest = index - group * group_rows * tiles_n;
-    return {group * group_rows + rest % rows, rest / rows};
+    const int first = group * group_rows, rows = min_of(tiles_m - first, group_rows);
+    const int rest = index - first * tiles_n;
+    return rows == 1 ? TileIndex{first, rest} : TileIndex{first + rest % rows, rest / rows};
 }
 
 }  // namespace rawops

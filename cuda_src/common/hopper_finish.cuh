@@ -12,8 +12,8 @@ template <class Tile> struct Pass {
         : begin(number * Tile::PASS_COLS), cols(min_of(Tile::PASS_COLS, Tile::SHARE - begin)) {}
 };
 
-// To the staging tile straight from the accumulators. `finish_pair` makes two
-// neighbouring columns of D from two of the accumulators, and up of a gated tile, with what `terms_of` gives for them.
+// To the staging tile straight from the accumulators. `finish_pair` makes two neighbouring columns of D from two of the
+// accumulators, and up of a gated tile, with what `terms_of` gives for them.
 template <class Tile, class TermsOf, class FinishPair>
 __device__ inline void stage_pairs(const typename Tile::Finished& acc, const typename Tile::Factors& factors,
                                    const Pass<Tile>& pass, const Consumer& self, TermsOf terms_of,
