@@ -3,10 +3,20 @@
 
 namespace rawops {
 
+// 16 x 64 of x, its chunks permuted as in SharedTile.
+template <class T> struct TileReader {
+    FragmentReader<T, SharedTile<T, kTile, kWidth>, false, true> reader;
+
+    __device__ explicit TileReader(int lane) : reader(0, lane) {}
+    __device__ uint32_t address(uint32_t tile) const { return tile; }
+    __device__ void load(uint32_t (&b)[4], uint32_t tile, int n, int k) const { reader.load(b, tile, n, k); }
+};
+
 template <class T, int WARPS, int ROWS, int STAGES> struct BsrGroup {
-    using Warp = BsrRows<T, ROWS>;
+    using Stage = BsrStage<T, 16 / int(sizeof(T)), 128 / int(sizeof(T))>;
+    using Warp = BsrRows<T, ROWS, Stage>;
     using XTile = SharedTile<T, kTile, kWidth>;
-    static constexpr int THREADS = WARPS * kWarpSize, COLUMNS = kStageColumns<T>;
+    static constexpr int THREADS = WARPS * kWarpSize, COLUMNS = Stage::COLUMNS;
     static constexpr int CHUNK = 16 / int(sizeof(T)), CHUNKS = XTile::BYTES / 16;  // of a tile column's rows of x
     static constexpr int FETCHES = COLUMNS * CHUNKS / THREADS;
     static_assert(COLUMNS * CHUNKS % THREADS == 0, "each thread fetches as many chunks of x");
@@ -20,7 +30,7 @@ template <class T, int WARPS, int ROWS, int STAGES> struct BsrGroup {
     // What a thread has to know of a step before it can fetch: read one step ahead.
     struct Next {
         int column[FETCHES];
-        int first, tiles;
+        BsrStep step;
     };
 
     __device__ Next look_up(int step) const {
@@ -29,14 +39,14 @@ template <class T, int WARPS, int ROWS, int STAGES> struct BsrGroup {
 #pragma unroll
         for (int i = 0; i < FETCHES; ++i) {
             const int c = (i * THREADS + threadIdx.x) / CHUNKS;
-            next.column[i] = c < plan.columns_a_step ? found[c].column : -1;
+            next.column[i] = c < plan.columns_a_step && found[c].mask != 0 ? found[c].column : -1;
         }
-        next.first = found->first, next.tiles = found->step_tiles;
+        next.step = plan.steps[step];
         return next;
     }
 
     __device__ void fetch(const Next& next, int step, int stage) const {
-        const uint32_t x_to = ring + stage * Warp::STAGE_BYTES, tiles_to = x_to + Warp::STAGE_X_BYTES;
+        const uint32_t x_to = ring + stage * Stage::BYTES, tiles_to = x_to + Stage::X_BYTES;
         const T* __restrict__ x = static_cast<const T*>(call.x);
 #pragma unroll
         for (int i = 0; i < FETCHES; ++i) {
@@ -48,8 +58,8 @@ template <class T, int WARPS, int ROWS, int STAGES> struct BsrGroup {
             const T* from = valid > 0 ? x + row * shape.x_row + column : x;
             cp_async<16>(x_to + c * XTile::BYTES + XTile::offset(k, n), from, valid);
         }
-        const char* tiles = static_cast<const char*>(call.data) + int64_t(next.first) * Warp::TILE_BYTES;
-        for (int at = threadIdx.x * 16; at < next.tiles * Warp::TILE_BYTES; at += THREADS * 16) {
+        const char* tiles = static_cast<const char*>(call.data) + int64_t(next.step.first) * Stage::TILE_BYTES;
+        for (int at = threadIdx.x * 16; at < next.step.tiles * Stage::TILE_BYTES; at += THREADS * 16) {
             cp_async<16>(tiles_to + at, tiles + at, 16);
         }
         if (threadIdx.x < plan.columns_a_step) {
@@ -59,7 +69,7 @@ template <class T, int WARPS, int ROWS, int STAGES> struct BsrGroup {
     }
 
     __device__ void walk(int step, int last, Warp& warp) const {
-        const FragmentReader<T, XTile, false, true> reader(0, warp.lane);
+        const TileReader<T> reader(warp.lane);
         Next next = {};
         int fetched = step;
         if (fetched < last) next = look_up(fetched);
@@ -76,7 +86,7 @@ template <class T, int WARPS, int ROWS, int STAGES> struct BsrGroup {
             cp_async_wait<STAGES - 2>();
             __syncthreads();
             advance(stage == 0 ? STAGES - 1 : stage - 1);
-            warp.multiply(columns[stage], plan.columns_a_step, ring + stage * Warp::STAGE_BYTES, reader);
+            warp.multiply(columns[stage], plan.columns_a_step, ring + stage * Stage::BYTES, reader);
             stage = stage + 1 < STAGES ? stage + 1 : 0;
         }
     }
@@ -94,7 +104,7 @@ __global__ void __launch_bounds__(WARPS* kWarpSize, 1)
     if (end.keeps_y) return;
     typename Group::Warp warp(threadIdx.x / kWarpSize);
     const Group group = {call, shape, plan, shared_address(ring), columns};
-    if (end.reads_a) group.walk(plan.steps[blockIdx.x], plan.steps[blockIdx.x + 1], warp);
+    if (end.reads_a) group.walk(plan.groups[blockIdx.x], plan.groups[blockIdx.x + 1], warp);
     warp.finish(end, int64_t(blockIdx.x) * WARPS * ROWS * kTile, blockIdx.y * kWidth);
 }
 

@@ -10,7 +10,7 @@ constexpr int kQuad = 4;  // columns of a block at a time
 // take the blocks in turn. call.indptr bounds the rows of blocks; x has neighbouring columns side by side and rows
 // that begin at multiples of 16 bytes.
 template <class V, class X, int BLOCK, int LANES>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, sizeof(Accumulator<X>) == 4 ? 2 : 1)
     spmm_bsr_simt(const __grid_constant__ SpmvCall call, const __grid_constant__ DenseShape shape) {
     using A = Accumulator<X>;
     constexpr int VEC = max_of(16 / int(sizeof(X)), 1), ROWS = min_of(BLOCK, 16), GROUPS = kWarpSize / LANES;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int j = 0; j < VEC; ++j) sums[r][j] = add(sums[r][j], shuffle_xor(sums[r][j], mask));
         }
-        if (exists && group == 0 && first_row + r < call.rows) end.finish_vector(first_row + r, column, sums[r]);
+        if (exists && group == 0 && first_row + r < call.rows) end.finish_vector(end.row_of(first_row + r), column, sums[r]);
     }
 }
 

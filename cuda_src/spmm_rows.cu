@@ -118,7 +118,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
             const bool is_mine = row < call.rows && found.stop - found.begin <= plan.longest;
             add_entries(found.begin, is_mine ? found.stop : found.begin, group, SHARE);
             add_groups<TEAM>();
-            if (is_mine && exists && group == 0) end.finish_vector(row, column, sums);
+            if (is_mine && exists && group == 0) end.finish_vector(end.row_of(row), column, sums);
         }
     }
 
@@ -129,7 +129,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
         const Bounds found = bounds(row);
         add_entries(found.begin, found.stop, group, kWarpSize / LANES);
         add_groups<kWarpSize>();
-        if (exists && group == 0) end.finish_vector(row, column, sums);
+        if (exists && group == 0) end.finish_vector(end.row_of(row), column, sums);
     }
 
     __device__ void multiply_segment(int index) {
@@ -152,7 +152,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
             for (int w = 0; w < kThreads / kWarpSize; ++w) sum = add(sum, parts[w * WIDTH + at]);
         }
         if (split < 0) {
-            if (is_adding) end.finish_one(row, result, sum);
+            if (is_adding) end.finish_one(end.row_of(row), result, sum);
             return;
         }
         volatile A* kept = static_cast<volatile A*>(plan.sums);
@@ -177,7 +177,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
         __syncthreads();
         if (!is_adding) return;
         for (int g = 1; g < kThreads / WIDTH; ++g) sum = add(sum, parts[g * WIDTH + at]);
-        end.finish_one(row, result, sum);
+        end.finish_one(end.row_of(row), result, sum);
     }
 };
 

@@ -150,8 +150,8 @@ class BSRMatrix:
     def nbytes(self) -> int:
         """Device memory of the blocks, and of the tiles that the tensor cores have asked for."""
         kept = self._blocks
-        packed = [x.nbytes for found in self._on_tensor_cores.packed.values() for x in found[:3]]
-        return kept.data.nbytes + kept.indices.nbytes + kept.indptr.nbytes + sum(packed)
+        packed = sum(found.nbytes for found in self._on_tensor_cores.packed.values())
+        return kept.data.nbytes + kept.indices.nbytes + kept.indptr.nbytes + packed
 
     def __repr__(self) -> str:
         rows, cols = self.shape

@@ -17,14 +17,35 @@ from rawops._sparse_spmv import CALL
 
 BLOCKS = (4, 8, 16, 32)
 TILE = 16
-# As in bsr_tile.cuh
-_WIDTH = 64
-_STAGE_BYTES, _TILES_BYTES = 48 << 10, 32 << 10
-_COLUMNS = {2: 8, 4: 4}  # of a stage at most, by the bytes of a value
+_WIDTH = 64  # as in bsr_tile.cuh
+_SPARE = 1.5  # times the columns that are wanted, fetched in spans of neighbours
+_LONGEST_SPAN = 16  # 256 rows of x: the most of a TMA box
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage of a kernel's ring holds: tile columns, tiles and bytes."""
+
+    columns: int
+    tiles: int
+    nbytes: int
+
+    def stages(self, device) -> int:
+        """Return how many stages a device has room for, at most 4."""
+        return min((device.max_shared_bytes - _STATIC_BYTES) // self.nbytes, _STAGES[-1])
+
+
+# As in spmm_bsr_sm90.cu, and by the bytes of a value in spmm_bsr.cu
+_STAGE_SM90 = Stage(16, 80, 72 << 10)
+_STAGE = {2: Stage(8, 64, 48 << 10), 4: Stage(4, 32, 48 << 10)}
 _STATIC_BYTES = 2 << 10  # of shared memory, for what the stages have beside the ring
 _STAGES = (2, 3, 4)
 
-BSR_PLAN = ParamStruct("BsrPlan", columns="pointer", steps="pointer", columns_a_step="int32")
+BSR_PLAN = ParamStruct(
+    "BsrPlan",
+    **dict.fromkeys(("columns", "steps", "groups"), "pointer"),
+    **dict.fromkeys(("columns_a_step", "span"), "int32"),
+)
 _HEIGHTS = {"warps": (8, 16), "rows": (1, 2)}  # warps of a group, and tile rows of each
 BSR = KernelSpec(
     source="spmm_bsr.cu",
@@ -41,11 +62,11 @@ BSR = KernelSpec(
 BSR_SM90 = KernelSpec(
     source="spmm_bsr_sm90.cu",
     entry="rawops::spmm_bsr_sm90",
-    template=("dtype", "warps", "rows", "stages", "shares"),
-    choices={"dtype": ("float16", "bfloat16"), **_HEIGHTS, "stages": _STAGES, "shares": (1, 2, 4)},
+    template=("dtype", "warps", "rows", "stages"),
+    choices={"dtype": ("float16", "bfloat16"), **_HEIGHTS, "stages": _STAGES},
     smoke=(
-        {"dtype": "float16", "warps": 8, "rows": 1, "stages": 4, "shares": 1},
-        {"dtype": "bfloat16", "warps": 16, "rows": 2, "stages": 4, "shares": 2},
+        {"dtype": "float16", "warps": 8, "rows": 1, "stages": 3},
+        {"dtype": "bfloat16", "warps": 16, "rows": 2, "stages": 3},
     ),
     min_arch=90,
     params=CALL,
@@ -93,12 +114,12 @@ class Blocks:
 class OnTensorCores:
     """Products of 16-bit values, or of float32 in TF32, by spmm_bsr.cu.
 
-    The tiles are kept in the kernel's order, once for each height of a group that a product has asked for.
+    The tiles are kept in the kernel's order, once for each height of a group and kernel that a product has asked for.
     """
 
     def __init__(self, device, blocks: Blocks) -> None:
         self.device, self.blocks = device, blocks
-        self.packed: dict[int, tuple] = {}
+        self.packed: dict[tuple, Packed] = {}
 
     def run(self, x, y, alpha: tuple, beta: tuple) -> None:
         """Launch on an aligned x; see `aligned`."""
@@ -106,22 +127,24 @@ class OnTensorCores:
         tile_rows, tiles_n = -(-y.shape[0] // TILE), -(-y.shape[1] // _WIDTH)
         warps, rows = _height(tile_rows, tiles_n, device.sm_count)
         groups = -(-tile_rows // (warps * rows))
-        if warps * rows not in self.packed:
-            self.packed[warps * rows] = pack_tiles(self.blocks, warps * rows, groups)
-        tiles, columns, steps, columns_a_step = self.packed[warps * rows]
-        addresses = pointer(tiles), 0, 0, pointer(x), pointer(y)
-        call = CALL.pack(*addresses, *alpha, *beta, 0, 0, *self.blocks.shape)
-        plan = BSR_PLAN.pack(pointer(columns), pointer(steps), columns_a_step)
+        is_sm90 = BSR_SM90.exists_on(device.capability) and x.itemsize == 2 and _STAGE_SM90.stages(device) > 1
+        stage = _STAGE_SM90 if is_sm90 else _STAGE[x.itemsize]
+        key = warps * rows, stage
+        if key not in self.packed:
+            self.packed[key] = pack_tiles(self.blocks, warps * rows, groups, stage)
+        packed = self.packed[key]
+        call = CALL.pack(pointer(packed.tiles), 0, 0, pointer(x), pointer(y), *alpha, *beta, 0, 0, *self.blocks.shape)
+        addresses = map(pointer, (packed.columns, packed.steps, packed.groups))
+        plan = BSR_PLAN.pack(*addresses, packed.columns_a_step, packed.span)
         values = call, dense_shape(device, x, y, 2), plan
-        stages = min((device.max_shared_bytes - _STATIC_BYTES) // _STAGE_BYTES, _STAGES[-1])
-        names = {"dtype": dtypes.name(x.dtype), "warps": warps, "rows": rows, "stages": stages}
+        names = {"dtype": dtypes.name(x.dtype), "warps": warps, "rows": rows, "stages": stage.stages(device)}
         threads = warps * 32
-        if names["dtype"] != "float32" and BSR_SM90.exists_on(device.capability):
-            kernel = BSR_SM90.kernel(device, **names, shares=_shares(tiles_n))
-            values, threads = (*values, _map(device, x)), threads + 32
+        if is_sm90:
+            kernel = BSR_SM90.kernel(device, **names)
+            values, threads = (*values, _map(device, x, packed.span)), threads + 32
         else:
             kernel = BSR.kernel(device, **names)
-        kernel.launch((groups, tiles_n, 1), (threads, 1, 1), values, stages * _STAGE_BYTES)
+        kernel.launch((groups, tiles_n, 1), (threads, 1, 1), values, names["stages"] * stage.nbytes)
 
 
 class OnCudaCores:
@@ -151,16 +174,11 @@ def _height(tile_rows: int, tiles_n: int, sm_count: int) -> tuple[int, int]:
     return (16, 2) if -(-tile_rows // 32) * tiles_n >= 0.6 * sm_count else (8, 1)
 
 
-def _shares(tiles_n: int) -> int:
-    """Return the blocks of a cluster, that share tiles."""
-    return 1
-
-
-def _map(device, x) -> bytes:
-    """Return the tensor map of x, whose boxes are the rows of a tile column."""
+def _map(device, x, span: int) -> bytes:
+    """Return the tensor map of x, whose boxes are the rows of so many tile columns."""
     step = max(x.strides[0], 16)
     shape, strides = (1, 1, 1, *x.shape), (16, 16, 16, step, x.itemsize)
-    box = 1, 1, 1, TILE, _WIDTH
+    box = 1, 1, 1, TILE * span, _WIDTH
     found = TensorMap(device.pointer(x), x.dtype, shape, strides, box, swizzle=128)
     return found.encode_emulated() if device.is_emulated else found.encode_driver()
 
@@ -183,38 +201,73 @@ def dense_shape(device, x, y, vector: int) -> bytes:
     return DENSE.pack(*strides_of(x, y), y.shape[1], is_dense and is_aligned)
 
 
-def pack_tiles(blocks: Blocks, height: int, groups: int) -> tuple:
-    """Return the tiles, columns and steps as spmm_bsr.cu has them, for groups of so many tile rows. It synchronises."""
-    xp, itemsize = module_of(blocks.data), blocks.data.itemsize
+@dataclass(frozen=True)
+class Packed:
+    """Tiles in the kernels' order, and the columns and steps as bsr_tile.cuh has them."""
+
+    tiles: Any
+    columns: Any
+    steps: Any
+    groups: Any
+    columns_a_step: int
+    span: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.tiles, self.columns, self.steps, self.groups))
+
+
+def pack_tiles(blocks: Blocks, height: int, groups: int, stage: Stage) -> Packed:
+    """Lay a matrix out for groups of so many tile rows. It synchronises."""
+    xp = module_of(blocks.data)
     tiles, row, col = _tiles(xp, blocks)
     exists = (row * TILE < blocks.shape[0]) & (col * TILE < blocks.shape[1])
     tiles, row, col = tiles[exists], row[exists], col[exists]
-    cols = -(-blocks.shape[1] // TILE)
-    column_key = row // height * cols + col
-    order = xp.argsort(column_key * height + row % height)
-    row, column_key = row[order], column_key[order]
-    is_new = xp.concatenate([xp.ones(min(row.size, 1), bool), column_key[1:] != column_key[:-1]])
-    owner, first = xp.cumsum(is_new) - 1, xp.flatnonzero(is_new)
-    key = column_key[first]
-    masks = xp.bincount(owner, xp.left_shift(1, row % height).astype(np.float64), first.size)  # exact: sums of bits
-    group = key // cols
-    group_begin = xp.searchsorted(group, xp.arange(groups + 1))
-    most = _TILES_BYTES // (TILE * TILE * itemsize)
-    for columns_a_step in (8, 4, 2, 1):
-        if columns_a_step > _COLUMNS[itemsize]:
-            continue
-        steps = xp.zeros(groups + 1, np.int32)
-        steps[1:] = xp.cumsum(-(-(group_begin[1:] - group_begin[:-1]) // columns_a_step))
-        place = steps[group] * columns_a_step + xp.arange(key.size) - group_begin[group]
-        count = max(int(steps[-1]), 1)
-        step_tiles = xp.bincount(place[owner] // columns_a_step, minlength=count)
-        if int(step_tiles.max()) <= most:
-            break
-    columns = xp.zeros((count * columns_a_step, 4), np.uint32)
+    cols = -(-blocks.shape[1] // (TILE * stage.columns)) * stage.columns  # no span reaches into the next group
+    key = row // height * cols + col
+    order = xp.argsort(key * height + row % height)
+    row, key = row[order], key[order]
+    columns_a_step, fullest = stage.columns, stage.tiles + 1
+    while fullest > stage.tiles:
+        *found, span, fullest = _columns(xp, key, row % height, cols, groups, columns_a_step)
+        columns_a_step //= 2
+    return Packed(_in_fragments(tiles[order]), *found, 2 * columns_a_step or 1, span)
+
+
+def _columns(xp, key, row, cols: int, groups: int, columns_a_step: int) -> tuple:
+    """Return the columns and steps of all groups, where their steps begin, the span, and the tiles of the fullest step.
+
+    `key` numbers the column of each tile, group after group, in rising order.
+    """
+    is_first = _is_first(xp, key)
+    owner, first = xp.cumsum(is_first) - 1, xp.flatnonzero(is_first)
+    key = key[first]
+    masks = xp.bincount(owner, xp.left_shift(1, row).astype(np.float64), first.size)  # exact: sums of bits
+    span = min(columns_a_step, _LONGEST_SPAN)
+    while span > 1 and int(_is_first(xp, key // span).sum()) * span > _SPARE * key.size:
+        span //= 2
+    is_unit = _is_first(xp, key // span)
+    units = key[is_unit] // span
+    begin = xp.searchsorted(units, xp.arange(groups + 1) * (cols // span))
+    starts = xp.zeros(groups + 1, np.int32)
+    starts[1:] = xp.cumsum(-(-(begin[1:] - begin[:-1]) * span // columns_a_step))
+    group = units * span // cols
+    place = starts[group] * columns_a_step + (xp.arange(units.size) - begin[group]) * span
+    found = place[xp.cumsum(is_unit) - 1] + key % span
+    counts = xp.bincount(found[owner] // columns_a_step, minlength=max(int(starts[-1]), 1))
+    steps = xp.stack([xp.cumsum(counts) - counts, counts], 1).astype(np.int32)
+    columns = xp.zeros((counts.size * columns_a_step, 4), np.uint32)
     columns[:, 0] = 0xFFFFFFFF
-    columns[place] = xp.stack([key % cols, masks.astype(np.int64), first, xp.zeros_like(first)], 1).astype(np.uint32)
-    columns[::columns_a_step, 3] = step_tiles
-    return _in_fragments(tiles[order]), columns, steps, columns_a_step
+    numbers = xp.arange(span)
+    columns[place[:, None] + numbers, 0] = (units[:, None] * span % cols + numbers).astype(np.uint32)
+    columns[found, 1] = masks.astype(np.uint32)
+    columns[found, 2] = (first - steps[found // columns_a_step, 0]).astype(np.uint32)
+    return columns, steps, starts, span, int(counts.max())
+
+
+def _is_first(xp, key):
+    """Tell of sorted numbers which differ from the one before."""
+    return xp.concatenate([xp.ones(min(key.size, 1), bool), key[1:] != key[:-1]])
 
 
 def _tiles(xp, blocks: Blocks) -> tuple:

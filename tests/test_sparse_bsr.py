@@ -77,6 +77,20 @@ def test_tall_groups(device, rng, monkeypatch, dtype, density):
     same(device, y, (dense @ x.astype(float)).astype(dtype))
 
 
+@pytest.mark.parametrize(("height", "density"), [((8, 1), 0.03), ((8, 1), 0.5), ((16, 2), 0.3), ((16, 2), 1)])
+def test_on_hopper(hopper, rng, monkeypatch, height, density):
+    """Single columns and spans of them, full stages, rings that wrap; a ragged last column of tiles."""
+    monkeypatch.setattr(_sparse_tiles, "_height", lambda *sizes: height)
+    monkeypatch.setattr(_sparse_tiles, "_STAGES", (2,))
+    A, dense = put_bsr(hopper, rng, (9, 75), 8, BFLOAT16, density)
+    x = integers(rng, (600, 100), BFLOAT16)
+    out = hopper.guarded((72, 100), BFLOAT16)
+    A.matmat(hopper.put(x), out=out)
+    if hopper.is_emulated:
+        assert "spmm_bsr_sm90" in hopper.report[-1].kernel
+    same(hopper, out, (dense @ x.astype(float)).astype(BFLOAT16).astype(float))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_any_layout(device, rng, dtype):
     A, dense = put_bsr(device, rng, (4, 4), 8, dtype)

@@ -27,22 +27,24 @@ template <class X> struct SpmmEnd : RowEnd<X> {
         return narrow<X>(value);
     }
 
-    __device__ void finish_one(int64_t row, int column, A sum) const {
-        X* y = static_cast<X*>(call.y) + row * shape.y_row + column * shape.y_col;
+    __device__ X* row_of(int64_t row) const { return static_cast<X*>(call.y) + row * shape.y_row; }
+
+    __device__ void finish_one(X* y_row, int column, A sum) const {
+        X* y = y_row + column * shape.y_col;
         *y = finished(sum, reads_y ? *y : X{});
     }
 
     // VEC neighbouring columns, all of which exist where is_vector_y.
-    template <int VEC> __device__ void finish_vector(int64_t row, int column, const A (&sums)[VEC]) const {
+    template <int VEC> __device__ void finish_vector(X* y_row, int column, const A (&sums)[VEC]) const {
         if (!shape.is_vector_y) {
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
-                if (column + j < shape.columns) finish_one(row, column + j, sums[j]);
+                if (column + j < shape.columns) finish_one(y_row, column + j, sums[j]);
             }
             return;
         }
         using Stretch = Vector<X, VEC>;
-        Stretch* y = reinterpret_cast<Stretch*>(static_cast<X*>(call.y) + row * shape.y_row + column);
+        Stretch* y = reinterpret_cast<Stretch*>(y_row + column);
         Stretch old = {};
         if (reads_y) old = *y;
 #pragma unroll
