@@ -11,6 +11,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 FLOAT8 = "float8_e4m3fn"
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are made for; others are padded inside
 MOST_SPLITS = 256
+_FEW_KEYS = 1024
 LONGEST = 1 << 30  # keys or queries of a sequence are fewer: sums of two fit 32 bits
 UNLIMITED = LONGEST  # a window bound
 
@@ -246,6 +247,8 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int, num_sp
     if problem.dtype == "float32":
         return _config(problem, None, SIMT_ROWS, SIMT_KEYS, sm_count * 4, num_splits)
     candidates = tiles_of(padded(problem.head_dim), padded(problem.head_dim_v), problem.score)
+    if problem.seqlen_k <= _FEW_KEYS:  # of which the last block of many would waste much
+        candidates = [tile for tile in candidates if tile.block_n <= 64]
     large, small = (_fitting(candidates, rows, max_shared_bytes) for rows in (128, 64))
     if large is not None:
         config = _config(problem, large, large.block_m, large.block_n, sm_count, 1)

@@ -19,6 +19,7 @@ from rawops._attention_config import (
     PARAMS,
     SCORES,
     SOFTCAP,
+    UNLIMITED,
     Problem,
     padded,
     splits_for,
@@ -165,7 +166,8 @@ def select_config(problem: Problem, sm_count: int, num_splits: int | None = None
         block_n = _KEYS_8BIT[wide]
     else:
         block_n = (_KEYS if is_plain else _KEYS_SCORED)[wide]
-        if wide == 128 and is_plain and problem.seqlen_k >= _LONG and not problem.is_masked:
+        longest = _LONG if not problem.is_masked else 4 * _LONG if problem.window_left == UNLIMITED else UNLIMITED
+        if wide == 128 and is_plain and problem.seqlen_k >= longest:
             block_n = 176
         elif wide == 192 and dv <= 128:
             block_n += 16

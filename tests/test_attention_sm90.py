@@ -352,4 +352,4 @@ def test_long_rows_take_wide_blocks_of_keys():
         problem = Problem("bfloat16", 1, length, length, 32, 32, 128, 128, window_right=right)
         return sm90.select_config(problem, 132).block_n
 
-    assert (block_n(1024), block_n(8192), block_n(8192, 0)) == (128, 176, 128)
+    assert (block_n(1024), block_n(8192), block_n(8192, 0), block_n(16384, 0)) == (128, 176, 128, 176)

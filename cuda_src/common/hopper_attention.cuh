@@ -166,9 +166,9 @@ private:
         bool is_last = block == uniform(exchange.work.at(slot_work).keys.first);
         bool accumulates = false;  // there is something in o
         await_q();
-        barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase);
+        await_keys();
         multiply_keys(s);
-        bool is_tainted = is_cut(exchange.work.at(slot_work), block) && find_nonfinite(slot);
+        bool is_tainted = uniform(is_cut(exchange.work.at(slot_work), block) && find_nonfinite(slot));
         wgmma_wait<0>();
         hold(s);
         release_keys(is_last);
@@ -176,11 +176,13 @@ private:
             finish_scores(s, exchange.work.at(slot_work), block);
         }
         softmax.add(s, scale_of(exchange.work.at(slot_work)), correction);
+        await_values();
+        if (!is_last) await_keys();
         AttentionAtom<T>::narrow(p, s);
         if constexpr (kDrops) drop(p, exchange.work.at(slot_work), block);
 #pragma unroll 1
         while (true) {
-            if (uniform(is_tainted)) {
+            if (is_tainted) {
                 if (!accumulates) set_zero(o);
                 accumulates = true;
                 take_nonfinite(o, exchange.work.at(slot_work), block);
@@ -189,8 +191,10 @@ private:
             bool stops = false;
             if (turns_over) stops = !goes_on_after(slot_work);
             if (uniform(stops)) break;  // said again, since the compiler forgets it over the wait in between
-            if (turns_over) await_q();
-            barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase);
+            if (turns_over) {
+                await_q();
+                await_keys();
+            }
             await_turn();
             multiply_keys(s);
             multiply_values(o, p, accumulates);
@@ -200,7 +204,7 @@ private:
             block = (turns_over ? uniform(work.keys.end) : block) - 1;
             is_last = block == uniform(work.keys.first);
             const bool is_plain = uniform(work.plain.has(block));
-            is_tainted = !is_plain && is_cut(work, block) && find_nonfinite(slot);
+            is_tainted = uniform(!is_plain && is_cut(work, block) && find_nonfinite(slot));
             wgmma_wait<1>();
             hold(s);
             release_keys(is_last);
@@ -212,6 +216,8 @@ private:
             }
             if (!kPlain || !is_plain) finish_scores(s, work, block);
             const bool moves = softmax.add(s, scale_of(work), correction);
+            await_values();
+            if (!is_last) await_keys();  // here rather than in the turn
             wgmma_wait<0>();
             hold(o);
             release_values(before(before(slot)));
@@ -237,6 +243,11 @@ private:
     __device__ bool goes_on_after(const RingPosition<Tile::PLACES>& slot_work) const {
         const AttentionTask& work = exchange.work.take(after(slot_work));
         return uniform(work.tile >= 0 ? work.keys.end - work.keys.first : 0) > 0;
+    }
+    __device__ void await_keys() const { barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase); }
+    __device__ void await_values() const {  // that go with the keys before those of `slot`
+        const RingPosition<Tile::STAGES> at = before(slot);
+        barrier_wait(exchange.v_barriers.full(at.stage), at.phase);
     }
     __device__ void await_q() {
         barrier_wait(exchange.q_barriers.full(number), phase_q);
@@ -350,7 +361,6 @@ private:
         using Operand = typename Tile::OperandV;
         const RingPosition<Tile::STAGES> at = before(slot);
         const uint64_t v = Operand::descriptor(exchange.v + at.stage * Tile::V_BYTES);
-        barrier_wait(exchange.v_barriers.full(at.stage), at.phase);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Tile::BLOCK_N * Tile::ITEM / 32; ++step) {

@@ -66,22 +66,29 @@ template <> struct AttentionAtom<__nv_fp8_e4m3> {
     }
 };
 
-// Transposes 32 keys of 16 columns.
-template <class Tile> __device__ inline void transpose_part(uint32_t to, uint32_t from, int keys, int cols, int lane) {
-    uint32_t r[4], w[4];
+// Transposes 16 columns of all keys, 32 keys at a time. Where those lie differs by constants.
+template <class Tile> __device__ inline void transpose_columns(uint32_t to, uint32_t from, int cols, int lane) {
+    constexpr int PARTS = Tile::BLOCK_N / 32, GROUP = PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
     const int box = cols / Tile::BOX_V, chunk = cols % Tile::BOX_V / 16;
-    ldmatrix<true>(r, from + box * Tile::BLOCK_N * Tile::SPAN_V +
-                          swizzled_offset<Tile::SPAN_V>(keys + lane, chunk));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = __byte_perm(r[i / 2 * 2], r[i / 2 * 2 + 1], i % 2 ? 0x7531 : 0x6420);
-    // even columns of the first 16 keys, odd ones; then those of the other 16
+    from += box * Tile::BLOCK_N * Tile::SPAN_V + swizzled_offset<Tile::SPAN_V>(lane, chunk);
     const int col = cols + lane % 8 * 2 + lane / 8 % 2;
-    stmatrix(to + AttentionAtom<__nv_fp8_e4m3>::transposed_offset<Tile>(col, keys / 16 + lane / 16), w);
+#pragma unroll
+    for (int part = 0; part < PARTS; part += GROUP) {
+        uint32_t r[GROUP][4];
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) ldmatrix<true>(r[i], from + (part + i) * 32 * Tile::SPAN_V);
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            uint32_t w[4];  // even columns of the first 16 keys, odd ones; then those of the other 16
+#pragma unroll
+            for (int j = 0; j < 4; ++j) w[j] = __byte_perm(r[i][j / 2 * 2], r[i][j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
+            stmatrix(to + AttentionAtom<__nv_fp8_e4m3>::transposed_offset<Tile>(col, (part + i) * 2 + lane / 16), w);
+        }
+    }
 }
 
 // Transposes the values of every tile that comes, block by block. By warps 2 and 3.
 template <class Tile> __device__ void transpose_values(const AttentionExchange<Tile>& exchange) {
-    constexpr int PARTS = Tile::BLOCK_N / 32, COUNT = PARTS * (Tile::DV / 16);
     const int warp = uniform(threadIdx.x / kWarpSize) - 2, lane = threadIdx.x % kWarpSize;
     RingPosition<Tile::PLACES> slot_work;
     RingPosition<Tile::STAGES> slot;
@@ -97,9 +104,9 @@ template <class Tile> __device__ void transpose_values(const AttentionExchange<T
             const uint32_t from = exchange.raw + slot.stage * Tile::V_BYTES, to = exchange.v + slot.stage * Tile::V_BYTES;
             barrier_wait(exchange.raw_barriers.full(slot.stage), slot.phase);
             barrier_wait(exchange.v_barriers.empty(slot.stage), slot.phase ^ 1);
-#pragma unroll 2
-            for (int i = warp; i < COUNT; i += Tile::TRANSPOSERS) {
-                transpose_part<Tile>(to, from, i % PARTS * 32, i / PARTS * 16, lane);
+#pragma unroll 1
+            for (int cols = warp * 16; cols < Tile::DV; cols += Tile::TRANSPOSERS * 16) {
+                transpose_columns<Tile>(to, from, cols, lane);
             }
             fence_async_proxy();
             __syncwarp();
