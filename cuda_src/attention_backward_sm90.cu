@@ -23,32 +23,39 @@ template <int BLOCK_M> struct QueryRows {
     }
 };
 
-// A warp a row: delta and lse * log2(e), zero for the sum of dq, and whose turn it is to add to it. Rows that do not
-// exist in their tile, and those that see no key, get what makes their weights and gradients zero.
+// Eight columns a thread: delta and lse * log2(e), zero for the sum of dq, and whose turn it is to add to it. Rows that do
+// not exist in their tile, and those that see no key, get what makes their weights and gradients zero.
 template <class T, int D, int BLOCK_M, int BLOCK_N>
 __global__ void __launch_bounds__(256)
     attention_backward_rows_sm90(const __grid_constant__ AttentionParams params, const T* dout,
                                  const __grid_constant__ AttentionStrides dout_strides, float* rows, float* dq,
                                  int* turns, int q_tiles) {
+    constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const AttentionShape& shape = params.shape;
-    const int lane = threadIdx.x % kWarpSize, head = blockIdx.y, batch = blockIdx.z;
+    const int lane = threadIdx.x % LANES, head = blockIdx.y, batch = blockIdx.z;
     const QueryRows<BLOCK_M> sequence(params, q_tiles, head, batch);
     const int end = ceil_div(sequence.length, BLOCK_M) * BLOCK_M;
+    const T* out = static_cast<const T*>(params.call.out) + batch * shape.out.batch + head * shape.out.head + lane * 8;
+    dout += batch * dout_strides.batch + head * dout_strides.head + lane * 8;
 #pragma unroll 1
-    for (int row = blockIdx.x * 8 + threadIdx.x / kWarpSize; row < end; row += gridDim.x * 8) {
+    for (int row = blockIdx.x * ROWS + threadIdx.x / LANES; row < end; row += gridDim.x * ROWS) {
+        const int64_t at = sequence.begin + row;
         float delta = 0, lse = 0;
         if (row < sequence.length) {
-            const int64_t at = sequence.begin + row;
-            const T* a = static_cast<const T*>(params.call.out) + batch * shape.out.batch + head * shape.out.head +
-                         at * shape.out.row;
-            const T* b = dout + batch * dout_strides.batch + head * dout_strides.head + at * dout_strides.row;
-            for (int i = lane * 2; i < shape.head_dim_v; i += 2 * kWarpSize) {
-                delta += widen(a[i]) * widen(b[i]) + widen(a[i + 1]) * widen(b[i + 1]);
+            if (lane * 8 < shape.head_dim_v) {
+                const uint4 a = *reinterpret_cast<const uint4*>(out + at * shape.out.row);
+                const uint4 b = *reinterpret_cast<const uint4*>(dout + at * dout_strides.row);
+                const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 u = widen_pair<T>(x[i]), v = widen_pair<T>(y[i]);
+                    delta += u.x * v.x + u.y * v.y;
+                }
             }
-            lse = params.call.lse[batch * shape.lse_batch + head * shape.lse_head + at] / kLn2;
+            lse = params.call.lse[batch * shape.lse_batch + head * shape.lse_head + at] * kLog2e;
         }
 #pragma unroll
-        for (int step = kWarpSize / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+        for (int step = LANES / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
         const int64_t tile = sequence.tile + row / BLOCK_M;
         if (lane == 0) {
             rows[tile * 2 * BLOCK_M + row % BLOCK_M] = lse == -infinity() ? 0 : lse;
@@ -58,7 +65,8 @@ __global__ void __launch_bounds__(256)
                 turns[tile * 2] = turns[tile * 2 + 1] = first;
             }
         }
-        for (int i = lane; i < D; i += kWarpSize) dq[(tile * BLOCK_M + row % BLOCK_M) * D + i] = 0;
+        float4* sum = reinterpret_cast<float4*>(dq + (tile * BLOCK_M + row % BLOCK_M) * D);
+        sum[lane] = sum[lane + LANES] = {};
     }
 }
 
@@ -93,12 +101,10 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         release_registers<40>();
         const AttentionSchedule<true> schedule(params, section, taken);
         if (threadIdx.x == 0) BackwardProducer<Tile>(maps, params, backward, exchange).run(schedule);
-        if constexpr (kInTurn) {
-            const int which = uniform(threadIdx.x / kWarpSize) - 1;
-            if (which >= 0 && which < kTurnWarps) {
-                if constexpr (D > 128) keep_turns_wide<Tile>(params, backward, exchange, which);
-                else keep_turns<Tile>(params, backward, exchange, which);
-            }
+        const int which = uniform(threadIdx.x / kWarpSize) - 1;
+        if (which >= 0 && which < kAddingWarps) {
+            if constexpr (Tile::kAddsAside) add_parts<Tile>(params, backward, exchange, which);
+            else if constexpr (kInTurn) keep_turns<Tile>(params, backward, exchange, which);
         }
     } else {
         claim_registers<232>();

@@ -109,7 +109,7 @@ def run(
     backward, choices = _BACKWARD.pack(*gradients), {"dtype": problem.dtype, "head_dim": D, "block_m": block_m}
 
     values = (params, addresses["dout"], strides["dout"], of_rows, of_sums, of_turns, q_tiles)
-    grid = (row_tiles * block_m // 8, problem.heads, problem.batches)
+    grid = (row_tiles * block_m * D // (256 * 8), problem.heads, problem.batches)
     ROWS.kernel(device, **choices, block_n=_BLOCK_N[D]).launch(grid, (256, 1, 1), values)
     _run_main(device, problem, (_maps(device, problem, views, addresses, D), params, backward), choices, deterministic)
     values = (params, backward, addresses["dq"], strides["dq"])
@@ -119,7 +119,8 @@ def run(
 
 def _run_main(device, problem: Problem, values: tuple, choices: dict, deterministic: bool) -> None:
     D = choices["head_dim"]
-    section = section_of(problem.seqlen_q * problem.group, 2 * D)
+    # Of fewer tiles of one head at a time, each waits less for the others' additions; under a mask L2 has room for that.
+    section = section_of(problem.seqlen_q * problem.group, 2 * D) * (1 + (deterministic and problem.is_masked))
     tiles = (problem.batches + problem.varlen) * problem.kv_heads * -(-problem.seqlen_k // _BLOCK_N[D])
     blocks = min(tiles, device.sm_count)
     # Of two tiles a block, there and back is as good an order as any, and equal ones need none. Blocks that wait for
@@ -128,17 +129,17 @@ def _run_main(device, problem: Problem, values: tuple, choices: dict, determinis
     counter = device.zero() if uneven or deterministic else None
     values = (*values, section, 0 if counter is None else device.pointer(counter))
     kernel = MAIN.kernel(device, **choices, stages=_STAGES, in_turn=deterministic, score=problem.score)
-    kernel.launch((blocks, 1, 1), ((1 + _CONSUMERS) * 128, 1, 1), values, shared_bytes(D, deterministic))
+    kernel.launch((blocks, 1, 1), ((1 + _CONSUMERS) * 128, 1, 1), values, shared_bytes(D))
 
 
-def shared_bytes(head_dim: int, in_turn: bool) -> int:
-    """k and v, the rings of q and dout with two numbers a row, dS twice, parts of dq, barriers, two tiles' places.
+def shared_bytes(head_dim: int) -> int:
+    """k and v, the rings of q and dout with two numbers a row, dS and dq twice, barriers, two tiles' places.
 
-    For wide heads, which have no room for dq, dS and P. Who waits for turns has two places for parts.
+    For wide heads, which have no room for dq, dS and P.
     """
     block_m, block_n = _BLOCK_M[head_dim], _BLOCK_N[head_dim]
     keys, ring = 2 * block_n * head_dim * 2, _STAGES * (2 * block_m * head_dim * 2 + block_m * 8 + 32)
-    parts = (1 + in_turn) * _CONSUMERS * 64 * 64 * 4 if head_dim <= 128 else 0
+    parts = 2 * _CONSUMERS * 64 * 64 * 4 if head_dim <= 128 else 0
     return keys + ring + 2 * block_n * block_m * 2 + parts + 80 + 72
 
 

@@ -329,14 +329,13 @@ public:
             this->store_dk(dk, work, key);
             this->store_dv(dv, work, key);
         });
-        if (!Tile::kInTurn && leads()) tma_store_wait();
     }
 
 private:
     static constexpr bool kLate = Tile::kScore != 0;  // such weights take the registers of dP, which has to wait
 
     int ds_buffer = 0;
-    RingPosition<2> slot_part;
+    RingPosition<kAddingWarps> slot_part;
 
     // One tile of queries.
     __device__ void step(Gradient& dk, Gradient& dv, const AttentionBlock& work, const QueryTile& queries) {
@@ -373,60 +372,55 @@ private:
         if (leads()) barrier_arrive(exchange.dout_barriers.empty(slot.stage));
         wgmma_wait<1>();
         hold(part);
-        add_part(part, queries.place);
+        add_part(part);
         wgmma_wait<0>();
         hold(dk);
         if (leads()) barrier_arrive(exchange.q_barriers.empty(slot.stage));
         ds_buffer ^= 1;
     }
 
-    // Adds the part to the sum in global memory, four registers of all threads after another.
-    __device__ void add_part(const float (&part)[32], int place) {
-        uint32_t staging = exchange.shared + Tile::PARTS_AT + number * Tile::PART_BYTES;
-        if constexpr (Tile::kInTurn) {
-            staging += slot_part.stage * Tile::CONSUMERS * Tile::PART_BYTES;
-            barrier_wait(exchange.part_barriers.empty(slot_part.stage), slot_part.phase ^ 1);
-        } else {
-            if (leads()) tma_store_wait_read();  // of the tile before
-            this->sync();
-        }
+    // Hands the part to the warp that adds it to the sum, four registers of all threads after another.
+    __device__ void add_part(const float (&part)[32]) {
+        const uint32_t parts = exchange.shared + Tile::PARTS_AT + slot_part.stage * Tile::CONSUMERS * Tile::PART_BYTES;
+        const uint32_t own = parts + number * Tile::PART_BYTES + thread * 16;
+        barrier_wait(exchange.part_barriers.empty(slot_part.stage), slot_part.phase ^ 1);
 #pragma unroll
-        for (int i = 0; i < 32; i += 4) store_shared(staging + (i / 4 * kWarpGroupSize + thread) * 16, four(&part[i]));
+        for (int i = 0; i < 32; i += 4) store_shared(own + i / 4 * kWarpGroupSize * 16, four(&part[i]));
         fence_async_proxy();
         this->sync();
-        if constexpr (Tile::kInTurn) {
-            if (leads()) barrier_arrive(exchange.part_barriers.full(slot_part.stage));
-            slot_part.advance();
-        } else if (leads()) {
-            const int64_t at = int64_t(place) * Tile::CONSUMERS + number;
-            bulk_add(this->backward.dq + at * (Tile::PART_BYTES / 4), staging, Tile::PART_BYTES);
-            tma_store_commit();
-        }
+        if (leads()) barrier_arrive(exchange.part_barriers.full(slot_part.stage));
+        slot_part.advance();
     }
 };
 
-// Of the warps that see to turns, this one takes the consumers' parts of every second tile of dq to global memory.
+// Of the warps that see to additions, this one takes the consumers' parts of every second tile of dq to global memory.
 template <class Tile>
-__device__ inline void keep_turns(const AttentionParams& params, const AttentionBackwardParams& backward,
-                                  const BackwardExchange<Tile>& exchange, int which) {
-    RingPosition<kTurnWarps> slot;
-    serve_turns(params, backward, exchange, [&](int place, int tile) {
-        constexpr int BYTES = Tile::CONSUMERS * Tile::PART_BYTES;
+__device__ inline void add_parts(const AttentionParams& params, const AttentionBackwardParams& backward,
+                                 const BackwardExchange<Tile>& exchange, int which) {
+    constexpr int BYTES = Tile::CONSUMERS * Tile::PART_BYTES;
+    const uint32_t parts = exchange.shared + Tile::PARTS_AT + which * BYTES;
+    RingPosition<kAddingWarps> slot;
+    serve_additions(params, backward, exchange, [&](int place, int tile) {
         if (slot.stage == which && threadIdx.x % kWarpSize == 0) {
             int* turn = backward.turns + 2 * place;
             barrier_wait(exchange.part_barriers.full(which), slot.phase);
-            await_turn(turn, tile);
-            fence_async_proxy_everywhere();
-            bulk_add(backward.dq + int64_t(place) * (BYTES / 4), exchange.shared + Tile::PARTS_AT + which * BYTES, BYTES);
+            if constexpr (Tile::kInTurn) {
+                await_turn(turn, tile);
+                fence_async_proxy_everywhere();
+            }
+            bulk_add(backward.dq + int64_t(place) * (BYTES / 4), parts, BYTES);
             tma_store_commit();
             tma_store_wait_read();
             barrier_arrive(exchange.part_barriers.empty(which));
-            tma_store_wait();
-            fence_async_proxy_everywhere();
-            end_turn(turn);
+            if constexpr (Tile::kInTurn) {
+                tma_store_wait();
+                fence_async_proxy_everywhere();
+                end_turn(turn);
+            }
         }
         slot.advance();
     });
+    tma_store_wait();
 }
 
 }  // namespace rawops

@@ -5,13 +5,17 @@
 
 namespace rawops {
 
+// Two warps of warpgroup 0 see to additions to dq. One alone would wait for an addition to complete, as the next one to
+// add has to, for longer than a step takes.
+constexpr int kAddingWarps = 2;
+
 // kInTurn: who adds to dq waits for its turn, so that the sum is the same from call to call.
 // kScore: how scores are made; no bias.
 template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore_> struct HopperAttentionBackward {
     using T = T_;
     static constexpr bool kInTurn = kInTurn_;
     static constexpr int kScore = kScore_;
-    static constexpr int PART_STAGES = kInTurn ? 2 : 1;  // one for each warp that sees to turns
+    static constexpr bool kAddsAside = true;  // warps of warpgroup 0 take parts of dq to global memory
     static constexpr int D = D_, BLOCK_M = BLOCK_M_, BLOCK_N = 128, STAGES = STAGES_, CONSUMERS = 2;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     static constexpr int BOX = 64, BOXES = D / BOX, SPAN = 128;
@@ -29,7 +33,7 @@ template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore
     static constexpr int PART_BYTES = 64 * 64 * 4, ROWS_BYTES = 2 * BLOCK_M * 4;  // dq of a consumer; lse and delta
     static constexpr int K_AT = 0, V_AT = K_BYTES, Q_AT = 2 * K_BYTES, DOUT_AT = Q_AT + STAGES * Q_BYTES;
     static constexpr int DS_AT = DOUT_AT + STAGES * Q_BYTES, PARTS_AT = DS_AT + 2 * DS_BYTES;
-    static constexpr int ROWS_AT = PARTS_AT + PART_STAGES * CONSUMERS * PART_BYTES, BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
+    static constexpr int ROWS_AT = PARTS_AT + kAddingWarps * CONSUMERS * PART_BYTES, BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
     static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, the slots and the parts
 };
 
@@ -74,15 +78,12 @@ template <class Tile> struct QueryTiles {
     }
 };
 
-// Two warps of warpgroup 0 see to turns. One alone would wait for an addition to complete for longer than a step takes.
-constexpr int kTurnWarps = 2;
-
 template <class Tile> struct BackwardExchange {
     uint32_t shared;
     RingBarriers<Tile::STAGES> q_barriers, dout_barriers;
     RingBarriers<1> keys_barriers;
     WorkSlots work;
-    RingBarriers<2> part_barriers;  // of all consumers' parts of dq
+    RingBarriers<kAddingWarps> part_barriers;  // of all consumers' parts of dq
 
     __device__ explicit BackwardExchange(char* memory)
         : shared(shared_address(memory)),
@@ -97,7 +98,7 @@ template <class Tile> struct BackwardExchange {
         q_barriers.init(Tile::CONSUMERS);
         dout_barriers.init(Tile::CONSUMERS);
         keys_barriers.init(Tile::CONSUMERS);
-        work.init(Tile::CONSUMERS + (Tile::kInTurn ? kTurnWarps : 0));
+        work.init(Tile::CONSUMERS + (Tile::kInTurn || Tile::kAddsAside ? kAddingWarps : 0));
         part_barriers.init(1, Tile::CONSUMERS);
     }
 };
@@ -117,7 +118,7 @@ __device__ inline void end_turn(int* turn) {
 
 // Calls `serve` with the place of every tile of dq that the block adds to, and with the tile of keys that it does it for.
 template <class Tile, class Serve>
-__device__ inline void serve_turns(const AttentionParams& params, const AttentionBackwardParams& backward,
+__device__ inline void serve_additions(const AttentionParams& params, const AttentionBackwardParams& backward,
                                    const BackwardExchange<Tile>& exchange, Serve serve) {
     RingPosition<2> slot_work;
 #pragma unroll 1

@@ -16,7 +16,7 @@ namespace rawops {
 // The fields are those of HopperAttentionBackward.
 template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore_> struct HopperAttentionBackwardWide {
     using T = T_;
-    static constexpr bool kInTurn = kInTurn_;
+    static constexpr bool kInTurn = kInTurn_, kAddsAside = false;
     static constexpr int kScore = kScore_;
     static constexpr int D = D_, BLOCK_M = BLOCK_M_, BLOCK_N = 64, STAGES = STAGES_, CONSUMERS = 2;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
@@ -158,11 +158,11 @@ private:
     }
 };
 
-// Of the warps that see to turns, this one does for a consumer: it gives the turn, and ends it after the additions.
+// Of the warps that see to additions, this one does for a consumer: it gives the turn, and ends it after the additions.
 template <class Tile>
-__device__ inline void keep_turns_wide(const AttentionParams& params, const AttentionBackwardParams& backward,
+__device__ inline void keep_turns(const AttentionParams& params, const AttentionBackwardParams& backward,
                                        const BackwardExchange<Tile>& exchange, int which) {
-    serve_turns(params, backward, exchange, [&](int place, int tile) {
+    serve_additions(params, backward, exchange, [&](int place, int tile) {
         int* turn = backward.turns + 2 * place + which;
         const bool leads = threadIdx.x % kWarpSize == 0;
         if (leads) await_turn(turn, tile);
