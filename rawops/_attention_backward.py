@@ -118,7 +118,6 @@ QUERIES = KernelSpec(
     choices=_CHOICES,
     smoke=_smoke(),
     params=PARAMS,
-    spills={"sm_120a": 12},
 )
 KEYS = KernelSpec(
     source="attention_backward_sm80.cu",
@@ -127,7 +126,7 @@ KEYS = KernelSpec(
     choices={**_CHOICES, "of": (_OF_KEYS, _OF_VALUES, _OF_KEYS | _OF_VALUES)},
     smoke=_smoke(of=True),
     params=PARAMS,
-    spills={"sm_100a": 148, "sm_120a": 148},  # of heads of 128 and 256; the tiles are sized for sm_80 and sm_90a
+    spills={"sm_120a": 24},
 )
 
 # --- calls ----------------------------------------------------------------------------------------------------------

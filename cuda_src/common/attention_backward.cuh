@@ -179,7 +179,12 @@ private:
         Products p = {}, ds = {};
         multiply<Stay, Pass>(p, shared, tile);
         if constexpr (kFirst) multiply<StayV, PassV>(ds, shared + Stay::BYTES, tile + Pass::BYTES);
-        differentiate(block, p, ds, tile + Pass::BYTES + PassV::BYTES, at, first, head, own);
+        const uint32_t numbers = tile + Pass::BYTES + PassV::BYTES;
+        if (sees_all(block, at, first + warp * 16)) {
+            differentiate<true>(block, p, ds, numbers, at, first, head, own);
+        } else {
+            differentiate<false>(block, p, ds, numbers, at, first, head, own);
+        }
         Fragments fragments;
         if constexpr (kSecond) {
             pack(fragments, p);
@@ -232,8 +237,19 @@ private:
         }
     }
 
-    // Turns q.k into weights, and dP into the gradient of q.k; both are zero for what a query does not see.
-    template <class Block>
+    // Whether each query sees each key, of what passes from `at` on and of the warp's rows that stay, from `row` on.
+    template <class Block> __device__ bool sees_all(const Block& block, int at, int row) const {
+        const AttentionShape& shape = params.forward.shape;
+        const int i = kKeysStay ? at : row, last = i + (kKeysStay ? BLOCK_N : 16) - 1;
+        const int key = kKeysStay ? row : at, last_key = key + (kKeysStay ? 16 : BLOCK_N) - 1;
+        const int shift = block.k_len - block.q_len;
+        return key - last - shift >= -shape.window_left && last_key - i - shift <= shape.window_right &&
+               last_key < block.k_len && last < block.q_len;
+    }
+
+    // Turns q.k into weights, and dP into the gradient of q.k; both are zero for what a query does not see. kWhole: that
+    // is nothing.
+    template <bool kWhole, class Block>
     __device__ void differentiate(const Block& block, Products& p, Products& ds, uint32_t numbers, int at, int first,
                                   int head, const float2 (&own)[2]) const {
         const AttentionShape& shape = params.forward.shape;
@@ -258,8 +274,8 @@ private:
                 const int i = kKeysStay ? passes : stays, key = kKeysStay ? stays : passes;
                 const float2 number = kKeysStay ? passing[e % 2] : own[e / 2];
                 const int distance = key - i - shift;
-                const bool is_seen = distance >= -shape.window_left && distance <= shape.window_right &&
-                                     key < block.k_len && i < block.q_len;
+                const bool is_seen = kWhole || (distance >= -shape.window_left && distance <= shape.window_right &&
+                                     key < block.k_len && i < block.q_len);
                 float weight = 0.0f, slope = 1.0f;
                 if (kPlain) {
                     weight = exp2_fast(p[j][e] * shape.scale - number.x);
