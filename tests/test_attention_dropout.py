@@ -62,7 +62,7 @@ def test_forward_mask(device, rng, dtype, splits):
 @pytest.mark.parametrize(("D", "options"), [(64, {"causal": True}), (192, {"softcap": 3.0}), (128, {"num_splits": 2})])
 def test_forward_mask_on_hopper(hopper, rng, D, options):
     """Another kernel, other tiles, the same weights."""
-    q, k = operands(rng, B=1 + (D == 64), Sq=70, Sk=D, D=D)
+    q, k = operands(rng, B=1 + (D == 64), Sq=66, Sk=D - 10, Hq=2, Hkv=1, D=D)
     v = one_hot(k.shape, k.dtype)
     out = flash_attention(*map(hopper.put, (q, k, v)), **DROPS, **options)
     assert ran_on_hopper(hopper, "attention_merge" if "num_splits" in options else "attention_sm90")
@@ -94,7 +94,7 @@ MASKS = {
 @pytest.mark.parametrize(("D", "mask"), [*((64, mask) for mask in MASKS), (136, "causal")])
 def test_gradients(device, rng, D, mask):
     """Those of the reference with the same weights dropped, for grouped heads; the seed and offset in memory."""
-    q, k = operands(rng, B=1, Sq=35, Sk=40, D=D)
+    q, k = operands(rng, B=1, Sq=20, Sk=40, Hq=2, Hkv=1, D=D)
     dout, v = rng.standard_normal(q.shape).astype(q.dtype), rng.standard_normal(k.shape).astype(k.dtype)
     arrays, options = [device.put(x) for x in (q, k, v)], {**MASKS[mask], **DROPS}
     in_memory = {"dropout_seed": device.put(np.array(SEED, np.uint64)), "dropout_offset": device.put(np.array([5]))}

@@ -6,7 +6,8 @@
 //                              P = exp(k @ q^T * scale - lse), dS = P * (v @ dout^T - delta)
 //                              dv += P @ dout, dk += dS @ q                        P and dS from registers
 //                              dq = dS^T @ k over the keys of both                 dS from shared memory
-//                              dq --> staging --> TMA adds it to the float32 sum in global memory
+//                              dq --> staging, in two places
+//   warpgroup 0, two warps     staging --> TMA adds it to the float32 sum in global memory, in turn if that is asked for
 //
 // delta is the sum over the row of dout * out (Dao, 2023, arXiv:2307.08691). The query heads of a group go by one after
 // another, so that their sums end up in dk and dv.
