@@ -98,16 +98,16 @@ protected:
         slot_keys.advance();
         const bool is_packed = params.call.cu_seqlens_q;  // then rows of other sequences may follow those of a tile
         const int keys = work.k_len - work.tile * Tile::BLOCK_N;
+        const int cut_tile = is_packed && work.q_len % Tile::BLOCK_M != 0 ? work.q_len / Tile::BLOCK_M : -1;
         if (is_packed && keys < Tile::BLOCK_N) {
             clear_rows<Tile::BLOCK_N>(exchange.shared + (number == 0 ? Tile::K_AT : Tile::V_AT), keys);
         }
 #pragma unroll 1
         for (int i = 0; i < steps; ++i) {
-            const int queries = work.q_len - tile * Tile::BLOCK_M;
-            if (is_packed && queries < Tile::BLOCK_M) {
+            if (__builtin_expect(tile == cut_tile, 0)) {
                 barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
                 barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
-                clear_rows<Tile::BLOCK_M>(number == 0 ? q() : dout(), queries);
+                clear_rows<Tile::BLOCK_M>(number == 0 ? q() : dout(), work.q_len % Tile::BLOCK_M);
             }
             now.is_masked = tile < whole_first || tile >= whole_end;
             now.row = tile * Tile::BLOCK_M;

@@ -149,11 +149,13 @@ public:
 #pragma unroll 1
         for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
             // One tile, but for sequences that are longer than stated.
+            bool has_further = true;
 #pragma unroll 1
-            for (int further = 0;; further += params.shape.row_tiles) {
+            for (int further = 0; has_further; further += params.shape.row_tiles) {
                 AttentionBlock& work = exchange.work.next(slot_work);
                 work = schedule.at(index);
                 work.tile += further;
+                has_further = (work.tile + params.shape.row_tiles) * Tile::BLOCK_N < work.k_len;
                 if (work.tile * Tile::BLOCK_N >= work.k_len) break;
                 exchange.work.put(slot_work);
                 load(work);
