@@ -119,7 +119,7 @@ def run(
 
 def _run_main(device, problem: Problem, values: tuple, choices: dict, deterministic: bool) -> None:
     D = choices["head_dim"]
-    # Of fewer tiles of one head at a time, each waits less for the others' additions; under a mask L2 has room for that.
+    # Of fewer tiles of one head at a time, each waits less for the others' additions; under a mask the L2 has room.
     section = section_of(problem.seqlen_q * problem.group, 2 * D) * (1 + (deterministic and problem.is_masked))
     tiles = (problem.batches + problem.varlen) * problem.kv_heads * -(-problem.seqlen_k // _BLOCK_N[D])
     blocks = min(tiles, device.sm_count)
