@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 constexpr int kQuad = 4;  // entries of a group at a time
 
 struct SpmmPlan {
-    const int64_t* segments;  // (segments, 4): first entry, the one behind the last, row, index in splits or -1
+    const int64_t* segments;  // (segments, 5): first entry, the one behind the last, row, index in splits or -1, place
     const int* splits;        // (splits, 2): first segment, segments
     void* sums;               // (segments, columns), of the accumulator's type
     unsigned int* tickets;    // (column tiles, splits), zero between products
@@ -135,7 +135,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
     __device__ void multiply_segment(int index) {
         __shared__ A parts[kThreads * VEC];
         __shared__ bool is_last;
-        const int64_t* found = plan.segments + 4 * index;
+        const int64_t* found = plan.segments + 5 * index;
         const int64_t row = found[2];
         const int split = int(found[3]), at = threadIdx.x % WIDTH, group = threadIdx.x / WIDTH;
         const int result = blockIdx.y * WIDTH + at;
@@ -156,7 +156,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
             return;
         }
         volatile A* kept = static_cast<volatile A*>(plan.sums);
-        if (is_adding) store_volatile(kept + int64_t(index) * shape.columns + result, sum);
+        if (is_adding) store_volatile(kept + found[4] * shape.columns + result, sum);
         __threadfence();
         __syncthreads();
         const int first = plan.splits[2 * split], count = plan.splits[2 * split + 1];

@@ -19,6 +19,8 @@ _SEGMENT = 2048  # entries of a long row for one block
 _BLOCK_WORK, _BLOCK_ROWS = 1024, 128  # entries of a block's rows, about, and how many rows
 _SHARE = 4  # groups that share a row at most
 _LONG = 512  # entries of a row that no warp should be alone with
+_SLICE_BYTES = 40 << 20  # of x, that stay in the L2 of a large GPU
+_SLICE_MEAN = 64  # entries of a row in a slice that are worth a block
 
 DENSE = ParamStruct(
     "DenseShape",
@@ -59,7 +61,7 @@ SPMM = KernelSpec(
         _smoke("complex128", lanes=32, conjugate=True),
     ),
     params=CALL,
-    spills={"sm_89": 8, "sm_90a": 8},
+    spills={"sm_89": 24, "sm_90a": 8},
 )
 
 
@@ -139,7 +141,7 @@ class Dense:
             layout = layout_for(columns, x.itemsize, self._alignment(x), mean)
         width = max(layout.access // x.itemsize, 1) * layout.lanes
         tiles = -(-columns // width)
-        listed, segments, splits = self._apart(layout.longest, layout.split)
+        listed, segments, splits = self._apart(layout.longest, layout.split, self._slices(x))
         kernel = SPMM.kernel(self.device, **types_of(self.rows, x, conjugate), **layout.choices)
         workspace = self._workspace(segments, splits, columns, tiles, dtypes.name(x.dtype))
         call = pack(self.device, self.rows, x, y, alpha, beta, None)
@@ -158,15 +160,21 @@ class Dense:
         step = x.strides[0] if x.shape[0] > 1 else 0
         return math.gcd(self.device.pointer(x), step, 16)
 
-    def _apart(self, longest: int, split: int) -> tuple:
+    def _slices(self, x) -> int:
+        """Return into how many ranges of columns long rows are cut, so that the part of x for each stays in the L2."""
+        rows, cols = self.rows.shape
+        wanted = -(-cols * x.shape[1] * x.itemsize // _SLICE_BYTES)
+        return max(min(wanted, self.rows.nnz // rows // _SLICE_MEAN), 1)
+
+    def _apart(self, longest: int, split: int, slices: int) -> tuple:
         """Return the rows of warps of their own, and segments and splits; the first call synchronises."""
-        key = longest, split
+        key = longest, split, slices
         if key not in self._segments:
             indptr = self.rows.indptr
             xp = module_of(indptr)
             lengths = indptr[1:] - indptr[:-1]
             listed = xp.flatnonzero((lengths > longest) & (lengths <= split)).astype(np.int32)
-            self._segments[key] = listed, *_segments(xp, indptr, xp.flatnonzero(lengths > split))
+            self._segments[key] = listed, *_segments(xp, self.rows, xp.flatnonzero(lengths > split), slices)
         return self._segments[key]
 
     def _workspace(self, segments, splits, columns: int, tiles: int, vector: str) -> tuple[Any, Any]:
@@ -185,18 +193,51 @@ def strides_of(x, y) -> list[int]:
     return [stride // x.itemsize for stride in (x.strides[0], *y.strides)]
 
 
-def _segments(xp, indptr, rows) -> tuple:
-    """Cut long rows: the segments as spmm_rows.cu has them, and the first segment and number of each cut row."""
-    if rows.size == 0:
-        return xp.zeros((0, 4), np.int64), xp.zeros((0, 2), np.int32)
-    begin, stop = indptr[rows].astype(np.int64), indptr[rows + 1].astype(np.int64)
+def _segments(xp, rows: Rows, long_rows, slices: int) -> tuple:
+    """Cut long rows: the segments as spmm_rows.cu has them, and the first segment and number of each cut row.
+
+    A segment has its place among those of its row, slice after slice; all segments of one slice are launched before the
+    next slice's.
+    """
+    if long_rows.size == 0:
+        return xp.zeros((0, 5), np.int64), xp.zeros((0, 2), np.int32)
+    cuts = _cuts(xp, rows, long_rows, slices if slices > 1 and _is_sorted(xp, rows) else 1)
+    begin, stop = cuts[:, :-1].ravel(), cuts[:, 1:].ravel()
     counts = -(-(stop - begin) // _SEGMENT)
     ends = xp.cumsum(counts)
     number = xp.arange(int(ends[-1]))
-    owner = xp.searchsorted(ends, number, side="right")
-    first = ends - counts
-    is_cut = counts > 1
+    piece = xp.searchsorted(ends, number, side="right")
+    pieces = cuts.shape[1] - 1
+    entry = begin[piece] + (number - ends[piece] + counts[piece]) * _SEGMENT
+    count = counts.reshape(-1, pieces).sum(1)
+    first = xp.cumsum(count) - count
+    is_cut = count > 1
     split = xp.where(is_cut, xp.cumsum(is_cut) - 1, -1)
-    entry = begin[owner] + (number - first[owner]) * _SEGMENT
-    segments = xp.stack([entry, xp.minimum(entry + _SEGMENT, stop[owner]), rows[owner], split[owner]], 1)
-    return segments.astype(np.int64), xp.stack([first[is_cut], counts[is_cut]], 1).astype(np.int32)
+    owner = piece // pieces
+    order = xp.argsort(piece % pieces * number.size + number)
+    fields = entry, xp.minimum(entry + _SEGMENT, stop[piece]), long_rows[owner], split[owner], number
+    segments = xp.stack(fields, 1)[order].astype(np.int64)
+    return segments, xp.stack([first[is_cut], count[is_cut]], 1).astype(np.int32)
+
+
+def _is_sorted(xp, rows: Rows) -> bool:
+    """Tell whether the columns rise within every row."""
+    falls = rows.indices[1:] < rows.indices[:-1]
+    starts = rows.indptr[1:-1]
+    falls[starts[(starts > 0) & (starts < rows.nnz)] - 1] = False
+    return not bool(falls.any())
+
+
+def _cuts(xp, rows: Rows, long_rows, slices: int):
+    """Return where the entries of rows begin, reach each of the slices' columns, and end: (rows, slices + 1)."""
+    begin, stop = (rows.indptr[long_rows + i].astype(np.int64) for i in (0, 1))
+    if slices == 1:
+        return xp.stack([begin, stop], 1)
+    bounds = xp.arange(1, slices) * -(-rows.shape[1] // slices)
+    low = xp.repeat(begin[:, None], slices - 1, 1)
+    high = xp.repeat(stop[:, None], slices - 1, 1)
+    for _ in range(int((stop - begin).max()).bit_length()):  # a binary search for all at once
+        middle = (low + high) // 2
+        is_below = (low < high) & (rows.indices[xp.minimum(middle, rows.nnz - 1)] < bounds)
+        low, high = xp.where(is_below, middle + 1, low), xp.where(is_below, high, xp.maximum(middle, low))
+    return xp.concatenate([begin[:, None], low, stop[:, None]], 1)
