@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rawops import _gemm_config, _gemm_repack, _gemm_sm90
+from rawops import _gemm_8bit_config, _gemm_config, _gemm_repack, _gemm_sm90
 from rawops._gemm_8bit_config import BYTES, SCALES, SM80, SM90, SM90_CLUSTER, BytesProblem
 from rawops._gemm_call import Launch, Product, Slices
 from rawops._gemm_config import ACTIVATIONS, BLOCK_SCALED, COLUMN_SCALED, FLOAT8, IN_PLACE, PROMOTED, Problem
@@ -307,7 +307,7 @@ def _hopper_plan(device, described: dict, sizes: tuple, extents: tuple, scales: 
     if problem is None:
         return None
     problem = BytesProblem(**vars(problem), promotion=scales.promotion, is_int8=described["a"].dtype == "int8")
-    config = _gemm_sm90.select_config(problem, device.sm_count, device.max_shared_bytes)
+    config = _gemm_8bit_config.select_config(problem, device.sm_count, device.max_shared_bytes)
     spec = SM90 if config.cluster == 1 else SM90_CLUSTER
     names = ("block_m", "block_n", "stages", "cluster", "ping_pong")
     kernel = spec.kernel(device, **choices, finish=problem.finish, **{name: getattr(config, name) for name in names})

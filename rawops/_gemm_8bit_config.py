@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from rawops import _gemm_sm90
 from rawops._gemm_config import (
     ACTIVATIONS,
     BLOCK_SCALED,
@@ -18,6 +19,7 @@ from rawops._gemm_config import (
     TILES,
     strides_of,
 )
+from rawops._gemm_sm90 import Config
 from rawops._gemm_sm90 import Problem as HopperProblem
 from rawops._gemm_sm90_specs import BIASED, CLUSTERS, DIRECT, OPERAND_CHOICES, PLAIN, STAGED, TILE_CHOICES, spec_of
 from rawops._runtime import dtypes
@@ -30,6 +32,7 @@ BYTES = {
 }
 # As in _gemm_sm90.py; the last was measured on an H200.
 _COST_OF_TILE = {PLAIN: 300, BIASED: 600, STAGED: 1200, DIRECT: 2500}
+_COST_OF_A = 32  # in a block of K: more than with 16 bits, whose products take as long for half as many
 _E4M3, _INT8 = BYTES["float8_e4m3fn", "float8_e4m3fn"], BYTES["int8", "int8"]
 
 _SCALE_FIELDS = {
@@ -127,7 +130,8 @@ class BytesProblem(HopperProblem):
 
     def widths(self, step: int, block_m: int, cluster: int, ping_pong: bool) -> list[int]:
         if self.promotion == IN_PLACE:
-            return super().widths(step, block_m, cluster, ping_pong)
+            found = super().widths(step, block_m, cluster, ping_pong)
+            return [width for width in found if width <= 128 or block_m == 64 or not ping_pong]  # as was measured
         if ping_pong:
             return []
         widest = 128 if cluster > 1 else 192 if self.finish == PLAIN else 160  # with two sets of accumulators
@@ -143,3 +147,24 @@ class BytesProblem(HopperProblem):
         So they do for 144 and 160 as well, but where one begins depends on the tile, which takes longer.
         """
         return self.promotion != BLOCK_SCALED or cols <= 128 or cols == 192
+
+
+def select_config(problem: BytesProblem, sm_count: int, max_shared_bytes: int) -> Config:
+    """Choose the tile that finishes first."""
+    return candidates(problem, sm_count, max_shared_bytes)[0]
+
+
+def candidates(problem: BytesProblem, sm_count: int, max_shared_bytes: int) -> list[Config]:
+    """As _gemm_sm90.candidates, with what tiles of 128 rows were measured to take here."""
+    found = _gemm_sm90.candidates(problem, sm_count, max_shared_bytes)
+    found = [replace(config, cost=_cost(problem, config)) for config in found]
+    return sorted(found, key=lambda config: (config.cost, config.ping_pong, config.cluster, -config.block_n))
+
+
+def _cost(problem: BytesProblem, config: Config) -> int:
+    if config.block_m == 64:
+        return config.cost
+    main_loop, finish = -(-problem.k_blocks // config.cluster) * (config.block_n + _COST_OF_A), problem.cost_of_tile
+    if config.ping_pong:
+        return config.waves * (max(main_loop, finish) + finish // config.waves)
+    return max(config.cost, config.waves * (main_loop + finish))  # the former where the memory is slower

@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import replace
 
-from rawops import _gemm_config, _gemm_repack, _gemm_sm90, _gemm_sm90_split
+from rawops import _gemm_8bit_config, _gemm_config, _gemm_repack, _gemm_sm90, _gemm_sm90_split
 from rawops._gemm_8bit import repacked
 from rawops._gemm_8bit_config import BytesProblem
 from rawops._gemm_config import ACTIVATIONS, DTYPES, FLOAT8, IN_PLACE, PROMOTED
@@ -120,7 +120,8 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
             count = _gemm_sm90_split.slices(hopper, cost, device.sm_count, room)
             hopper = _gemm_sm90_split.partial(hopper, count)
             found.why.append(f"{count} slices of K and a launch that adds them up: {cost} would be the cost without.")
-        candidates = _gemm_sm90.candidates(hopper, device.sm_count, room)
+        of_bytes = isinstance(hopper, BytesProblem)
+        candidates = (_gemm_8bit_config if of_bytes else _gemm_sm90).candidates(hopper, device.sm_count, room)
         found.why.append(f"Of {len(candidates)} configurations that fit, the one with the least predicted time.")
         explain_hopper(found, hopper, candidates, device)
         return

@@ -7,6 +7,7 @@ import pytest
 from conftest import Device
 
 import rawops
+from rawops import _gemm_8bit_config
 from rawops import _gemm_sm90 as sm90
 from rawops.testing import has_gpu
 
@@ -54,7 +55,8 @@ def force(monkeypatch):
             return dataclasses.replace(config, stages=stages, raster_rows=raster_rows or config.raster_rows)
 
         select = sm90.select_config
-        monkeypatch.setattr(sm90, "select_config", chosen)
+        for module in (sm90, _gemm_8bit_config):
+            monkeypatch.setattr(module, "select_config", chosen)
         monkeypatch.setattr(sm90, "wants_split", lambda *_: False)
 
     return fix

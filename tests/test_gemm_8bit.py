@@ -413,7 +413,7 @@ def test_every_choice_fits():
     for size, promotion, parts in itertools.product((1, 64, 1000, 8192), range(4), (1, 2)):
         for M, finish in itertools.product((1, 130, 4096), (sm90.PLAIN, sm90.STAGED, sm90.DIRECT)):
             problem = kernels.BytesProblem(M, size, size, finish=finish, parts=parts, promotion=promotion)
-            config = sm90.select_config(problem, **H200)
+            config = kernels.select_config(problem, **H200)
             assert config.shared_bytes(problem) <= H200["max_shared_bytes"]
             assert config.block_n in kernels.SM90.choices["block_n"]
             if promotion:
