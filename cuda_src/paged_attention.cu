@@ -9,16 +9,17 @@
 
 namespace rawops {
 
-template <class T_, class Stored, int HEAD_DIM_, int ACCESS, int WARPS_, int STAGES_, int BLOCKS_, bool kRagged_>
+template <class T_, class Stored, int HEAD_DIM_, int ACCESS, int ROWS_, int WARPS_, int STAGES_, int BLOCKS_, bool kRagged_>
 struct PagedShape {
     using T = T_;
     using Tile = TokenTile<Stored, HEAD_DIM_, ACCESS>;
-    static constexpr int HEAD_DIM = HEAD_DIM_, WARPS = WARPS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
+    static constexpr int HEAD_DIM = HEAD_DIM_, ROWS = ROWS_, WARPS = WARPS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
     static constexpr int THREADS = WARPS * kWarpSize;
     static constexpr bool kRagged = kRagged_;
     static constexpr int RING_BYTES = STAGES * Tile::BYTES;  // of a warp
-    static constexpr int SPARE_ROWS = HEAD_DIM <= 128 ? 4 : 0;  // of each warp's sums that have memory of their own
-    static_assert(Tile::BYTES >= kItemRows * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
+    // Of each warp's sums that have memory of their own. With 8 bits it goes to more warps.
+    static constexpr int SPARE_ROWS = HEAD_DIM <= 128 && !Tile::kScaled ? 4 : 0;
+    static_assert(Tile::BYTES >= ROWS * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
 };
 
 template <class Shape> class PagedBlock {
@@ -27,9 +28,11 @@ public:
     using Tile = typename Shape::Tile;
     using Place = rawops::Place<Tile::TOKENS, Shape::kRagged>;
     using Rows = ItemRows<Tile::TOKENS, Shape::kRagged>;
-    static constexpr int STEPS = Shape::HEAD_DIM / 16, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
+    using State = RowState<T, Tile, Shape::ROWS>;
+    using Query = typename State::Query;
+    static constexpr int STEPS = State::STEPS, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
 
-    __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, uint4* queries_, char* rings)
+    __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, Query* queries_, char* rings)
         : params(p),
           queries(queries_),
           end(p, meeting),
@@ -74,11 +77,11 @@ public:
     }
 
 private:
-    using QueryPart = uint32_t[ceil_div(STEPS, WARPS)][4];
+    using QueryPart = Query[ceil_div(STEPS, WARPS)];
 
     const PagedParams& params;
-    uint4* queries;  // A fragments of the item's rows, by step and lane
-    ItemEnd<T, Tile, WARPS, Shape::kRagged> end;
+    Query* queries;  // of the item's rows, by step and lane
+    ItemEnd<T, Tile, Shape::ROWS, WARPS, Shape::kRagged> end;
     const int warp, lane, capacity;
     const Schedule<Tile::TOKENS, WARPS, Shape::kRagged> schedule;
     const uint32_t ring, spare;
@@ -86,7 +89,7 @@ private:
     int empty;              // how many from the one after `filled` on wait for a tile
     Place ahead;  // the tile that is fetched next
     int ahead_left, ahead_page;
-    RowState<T, Tile> state;
+    State state;
 
     // --- the ring ---
 
@@ -130,10 +133,10 @@ private:
     // Adds this warp's share of the item's tiles; false if it has none.
     __device__ bool walk(const Place& place, const Rows& rows, const QueryPart& query, int tiles, int done,
                          Shares& shares) {
-        Bounds bounds;
+        typename State::Bounds bounds;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = lane / 4 + r * 8, i = rows.query(row);
+        for (int r = 0; r < State::OWN; ++r) {
+            const int row = row_of_lane(r, lane), i = rows.query(row);
             const bool exists = row < rows.count;
             bounds.seen[r] = exists ? place.sequence.visible(params.work, i) : KeyRange{0, 1 << 30};
             bounds.position[r] = i + place.sequence.length - place.sequence.q_count;
@@ -169,11 +172,11 @@ private:
         return mine < tiles;
     }
 
-    // This warp's steps of the item's A fragments: lane 4 g + t has two pairs of columns of rows g and g + 8.
+    // This warp's steps of the item's B fragments: lane 4 g + t has two pairs of columns of row g of every 8.
     __device__ void read_query(QueryPart& query, const Rows& rows) const {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = lane / 4 + r * 8;
+        for (int n = 0; n < State::N; ++n) {
+            const int row = lane / 4 + n * 8;
             const int64_t i = rows.q_begin + rows.query(row), head = rows.head(row);
             const uint16_t* from = static_cast<const uint16_t*>(params.q) + i * params.q_row + head * params.q_head;
 #pragma unroll
@@ -182,7 +185,7 @@ private:
                 const int column = step * 16 + Fragments<T, Tile>::query_column(part % 2 * 2, lane);
                 const int count = row < rows.count ? params.pool.head_dim - column : 0;
                 const uint32_t pair = count > 0 ? *reinterpret_cast<const uint32_t*>(from + column) : 0;
-                query[part / 2][part % 2 * 2 + r] = pair;
+                query[part / 2].word[n * 2 + part % 2] = pair;
             }
         }
     }
@@ -191,19 +194,19 @@ private:
 #pragma unroll
         for (int i = 0; i < ceil_div(STEPS, WARPS); ++i) {
             const int step = warp + i * WARPS;
-            if (step < STEPS) queries[step * kWarpSize + lane] = {query[i][0], query[i][1], query[i][2], query[i][3]};
+            if (step < STEPS) queries[step * kWarpSize + lane] = query[i];
         }
         __syncthreads();
     }
 };
 
-template <class T, class Stored, int HEAD_DIM, int ACCESS, int WARPS, int STAGES, int BLOCKS, bool kRagged>
+template <class T, class Stored, int HEAD_DIM, int ACCESS, int ROWS, int WARPS, int STAGES, int BLOCKS, bool kRagged>
 __global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS)
     paged_attention(const __grid_constant__ PagedParams params) {
-    using Shape = PagedShape<T, Stored, HEAD_DIM, ACCESS, WARPS, STAGES, BLOCKS, kRagged>;
+    using Shape = PagedShape<T, Stored, HEAD_DIM, ACCESS, ROWS, WARPS, STAGES, BLOCKS, kRagged>;
     extern __shared__ __align__(128) char rings[];
     __shared__ Meeting<WARPS> meeting;
-    __shared__ uint4 queries[HEAD_DIM / 16 * kWarpSize];
+    __shared__ typename RowState<T, typename Shape::Tile, ROWS>::Query queries[HEAD_DIM / 16 * kWarpSize];
     PagedBlock<Shape>(params, meeting, queries, rings).run();
     if constexpr (kRagged) clear_rest<T>(params);
 }
