@@ -19,6 +19,7 @@ struct PagedShape {
     static constexpr int RING_BYTES = STAGES * Tile::BYTES;  // of a warp
     // Of each warp's sums that have memory of their own. With 8 bits it goes to more warps.
     static constexpr int SPARE_ROWS = HEAD_DIM <= 128 && !Tile::kScaled ? 4 : 0;
+    static constexpr int AT_ONCE = WARPS * BLOCKS > 8 ? 9 : 17;  // as registers allow
     static_assert(Tile::BYTES >= ROWS * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
 };
 
@@ -48,7 +49,7 @@ public:
           ahead(schedule.begin),
           ahead_left(schedule.count - warp) {
         if (ahead_left > 0) ahead.advance(params.work, capacity, warp);
-        ahead_page = find_page();
+        look_up(wanted[0]);
     }
 
     // An item's sums are put together while the next one's first tiles and queries are on their way.
@@ -81,24 +82,38 @@ private:
 
     const PagedParams& params;
     Query* queries;  // of the item's rows, by step and lane
-    ItemEnd<T, Tile, Shape::ROWS, WARPS, Shape::kRagged> end;
+    ItemEnd<T, Tile, Shape::ROWS, WARPS, Shape::AT_ONCE, Shape::kRagged> end;
     const int warp, lane, capacity;
     const Schedule<Tile::TOKENS, WARPS, Shape::kRagged> schedule;
     const uint32_t ring, spare;
     uint32_t read, filled;  // the slots that were read and filled last
     int empty;              // how many from the one after `filled` on wait for a tile
-    Place ahead;  // the tile that is fetched next
-    int ahead_left, ahead_page;
+    // The tiles that are fetched next, as many as the ring holds once the first is on its way: where much is being copied,
+    // a look into the table takes long.
+    struct Wanted {
+        int page, token, head;  // the page is that of this lane's token; no head: no tile
+    };
+    Wanted wanted[STAGES];
+    Place ahead;  // the tile after them
+    int ahead_left;
+    bool has_begun = false;
     State state;
 
     // --- the ring ---
 
-    // The page of this lane's token, none if the token is not to be read.
-    __device__ int find_page() const {
-        if (ahead_left <= 0) return -1;
-        const int token = ahead.sequence.first_token(ahead.tile) + lane % Tile::TOKENS;
-        if (token < ahead.sequence.first_key || token >= ahead.sequence.length) return -1;
-        return params.pool.block_table[ahead.b * params.pool.table_stride + (token >> params.pool.page_shift)];
+    // Finds the next tile, and where this lane's token of it lies: no page if the token is not to be read.
+    __device__ void look_up(Wanted& next) {
+        next = {-1, 0, -1};
+        if (ahead_left <= 0) return;
+        next.token = ahead.sequence.first_token(ahead.tile);
+        next.head = ahead.head;
+        const int token = next.token + lane % Tile::TOKENS;
+        if (token >= ahead.sequence.first_key && token < ahead.sequence.length) {
+            const int64_t row = ahead.b * params.pool.table_stride;
+            next.page = params.pool.block_table[row + (token >> params.pool.page_shift)];
+        }
+        ahead_left -= WARPS;
+        if (ahead_left > 0) ahead.advance(params.work, capacity, WARPS);
     }
 
     __device__ uint32_t after(uint32_t slot) const {
@@ -111,12 +126,17 @@ private:
 #pragma unroll 1
         for (; empty > 0; --empty) {
             filled = after(filled);
-            if (ahead_left > 0) {
-                const int token = ahead.sequence.first_token(ahead.tile);
-                Tile::fetch(params.pool, filled, ahead_page, token, ahead.head, lane);
-                ahead_left -= WARPS;
-                if (ahead_left > 0) ahead.advance(params.work, capacity, WARPS);
-                ahead_page = find_page();
+            if (wanted[0].head >= 0) {
+                Tile::fetch(params.pool, filled, wanted[0].page, wanted[0].token, wanted[0].head, lane);
+                if (has_begun) {
+#pragma unroll
+                    for (int i = 1; i < STAGES; ++i) wanted[i - 1] = wanted[i];
+                } else {
+#pragma unroll
+                    for (int i = 1; i < STAGES; ++i) look_up(wanted[i - 1]);
+                }
+                has_begun = true;
+                look_up(wanted[STAGES - 1]);
             }
             cp_async_commit();
         }

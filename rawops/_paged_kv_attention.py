@@ -21,6 +21,7 @@ _LOG2_E = 1.4426950408889634
 _ROWS = 16  # of an item: one MMA
 _SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 _MAX_STAGES = 6
+_MANY_BLOCKS = 16  # that share an item, from where they are made larger
 
 PARAMS = ParamStruct(
     "PagedParams",
@@ -59,15 +60,20 @@ def _spare_bytes(head_dim: int, kv_dtype: str) -> int:
     return 16 * head_dim if head_dim <= 128 and dtypes.itemsize(kv_dtype) > 1 else 0
 
 
-def select_config(head_dim: int, kv_dtype: str, rows: int, max_shared_bytes: int) -> Config:
+def select_config(head_dim: int, kv_dtype: str, rows: int, is_shared: bool, max_shared_bytes: int) -> Config:
     """Choose the most stages that leave an SM two blocks, or one where two would have no ring.
 
-    Two blocks of four warps keep the memory busy while one of them is between items. Bytes take so much longer to
-    multiply that they need six, where a warp has no more than 8 rows.
+    Two blocks of four warps keep the memory busy while one of them is between items. Where many blocks share each item,
+    they are few and large, so that there is less to put together at the end. Bytes take so much longer to multiply that
+    they need six warps. Both only where a warp has no more than 8 rows, which leaves it registers.
     """
-    static = 32 * head_dim + 1024  # queries, and what the warps tell each other
-    several = dtypes.itemsize(kv_dtype) == 1 and rows == 8
-    for warps, blocks in (*(((6, 2),) if several else ()), (4, 2), (4, 1), (2, 1)):
+    static = 32 * head_dim + 1536  # queries, and what the warps tell each other
+    wanted = [(4, 2), (4, 1), (2, 1)]
+    if rows == 8 and dtypes.itemsize(kv_dtype) == 1:
+        wanted = [(6, 2), *wanted]
+    if rows == 8 and is_shared:
+        wanted = [(12, 1), *wanted]
+    for warps, blocks in wanted:
         each = (max_shared_bytes + _SM_RESERVED) // blocks - _SM_RESERVED - static
         each -= warps * _spare_bytes(head_dim, kv_dtype)
         stages = min(each // (warps * _stage_bytes(head_dim, kv_dtype)), _MAX_STAGES)
@@ -82,17 +88,24 @@ _CHOICES = {
     "head_dim": HEAD_DIMS,
     "access": (16, 2, 1),
     "rows": (8, 16),
-    "warps": (6, 4, 2),
+    "warps": (12, 6, 4, 2),
     "stages": tuple(range(2, _MAX_STAGES + 1)),
     "blocks": (1, 2),
     "ragged": (False, True),
 }
 
 
-def _smoke(head_dim: int, dtype: str = "float16", access: int = 16, ragged: bool = False, kv_dtype: str = "") -> dict:
+def _smoke(
+    head_dim: int,
+    dtype: str = "float16",
+    access: int = 16,
+    ragged: bool = False,
+    kv_dtype: str = "",
+    is_shared: bool = False,
+) -> dict:
     kv_dtype = kv_dtype or dtype
     rows = 16 if ragged else 8
-    config = select_config(head_dim, kv_dtype, rows, 232448)
+    config = select_config(head_dim, kv_dtype, rows, is_shared, 232448)
     choices = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": head_dim, "access": access, "ragged": ragged}
     choices["rows"] = rows
     return choices | {"warps": config.warps, "stages": config.stages, "blocks": config.blocks}
@@ -110,6 +123,7 @@ KERNEL = KernelSpec(
         _smoke(128, access=2),
         _smoke(128, kv_dtype="float8_e4m3fn"),
         _smoke(128, "bfloat16", kv_dtype="int8"),
+        _smoke(128, is_shared=True),
     ],
     params=PARAMS,
 )
@@ -189,7 +203,9 @@ def plan_launch(
         return None
     padded = next(d for d in HEAD_DIMS if d >= head_dim)
     rows = 8 if group <= 8 and not ragged else _ROWS
-    tile = select_config(padded, pool.dtype, rows, device.max_shared_bytes)
+    shares = 2 * device.sm_count // max(pool.batch * pool.num_heads * -(-group // rows), 1)
+    is_shared = shares > _MANY_BLOCKS and not options.num_splits
+    tile = select_config(padded, pool.dtype, rows, is_shared, device.max_shared_bytes)
     choices = {"dtype": dtypes.name(q.dtype), "kv_dtype": pool.dtype, "head_dim": padded}
     choices |= {"access": pool.access, "ragged": ragged, "rows": rows}
     choices |= {"warps": tile.warps, "stages": tile.stages, "blocks": tile.blocks}

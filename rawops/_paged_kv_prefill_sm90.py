@@ -37,9 +37,9 @@ KERNEL = KernelSpec(
     smoke=[
         dict(zip(_TEMPLATE, values, strict=True))
         for values in (
-            ("float16", "float16", 64, 2, 128, 2, True),
+            ("float16", "float16", 64, 2, 128, 3, True),
             ("float16", "float16", 128, 2, 128, 2, True),
-            ("bfloat16", "float32", 128, 2, 128, 2, True),
+            ("float16", "float32", 128, 2, 128, 2, True),
             ("bfloat16", "bfloat16", 256, 2, 80, 2, False),
         )
     ],

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 import rawops
+from rawops._paged_kv_attention import OP
 from rawops.testing.tolerances import assert_close
 
 DTYPES = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -131,3 +132,9 @@ def decode_reference(q, p: Paged, **options):
 
 def queries(rng, rows, heads, head_dim, dtype="float16"):
     return rng.standard_normal((rows, heads, head_dim)).astype(DTYPES[dtype])
+
+
+def forget_plans(monkeypatch) -> None:
+    """Have calls plan anew, by what a test has changed, and leave no such plan behind."""
+    monkeypatch.setattr(OP, "_plans", {})
+    monkeypatch.setattr(OP, "_last", (None, None, None, None))

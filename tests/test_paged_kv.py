@@ -2,7 +2,18 @@
 
 import numpy as np
 import pytest
-from paged_pool import DTYPES, NO_PAGE, Paged, attend, close, decode_reference, queries, ragged_reference, run
+from paged_pool import (
+    DTYPES,
+    NO_PAGE,
+    Paged,
+    attend,
+    close,
+    decode_reference,
+    forget_plans,
+    queries,
+    ragged_reference,
+    run,
+)
 
 import rawops
 from rawops import _paged_kv_attention, _paged_kv_prefill, config
@@ -313,6 +324,7 @@ def test_output_over_the_queries(device, rng):
 @pytest.fixture(params=["lines of tiles", "flash attention's tiles"])
 def kernel(request, monkeypatch):
     """Which kernel takes several queries a sequence."""
+    forget_plans(monkeypatch)
     if request.param == "flash attention's tiles":
         monkeypatch.setattr(_paged_kv_prefill, "_MIN_ROWS", 0)
         monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
@@ -345,6 +357,7 @@ def test_ragged_queries_in_splits(device, rng):
 
 def test_flash_attention_tiles_in_splits(device, rng, monkeypatch):
     """Few rows and many keys: their ranges go to several blocks, and of the short sequence one of them has none."""
+    forget_plans(monkeypatch)
     monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
     p = Paged(rng, [520, 20], 1, 64, 64)
     q = queries(rng, 70, 2, 64)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import Device
-from paged_pool import attend
+from paged_pool import attend, forget_plans
 
 import rawops
 from rawops.errors import OutOfPagesError
@@ -199,6 +199,7 @@ def test_prefix_sharing_reads_the_shared_pages(device, rng):
 @pytest.mark.parametrize("kernel", ["lines of tiles", "flash attention's tiles"])
 def test_cascade_equals_plain(device, rng, monkeypatch, kernel):
     """A common prefix read once, by choice and by arithmetic; what follows differs, is shared in part, or is empty."""
+    forget_plans(monkeypatch)
     if kernel == "flash attention's tiles":  # which leave partial results
         monkeypatch.setattr("rawops._paged_kv_prefill._MIN_ROWS", 0)
         monkeypatch.setattr("rawops._paged_kv_prefill._MIN_SMS", 0)

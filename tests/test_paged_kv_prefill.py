@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from paged_pool import Paged, attend, close, queries, ragged_reference, run
+from paged_pool import Paged, attend, close, forget_plans, queries, ragged_reference, run
 
 import rawops
 from rawops import _paged_kv_prefill, _paged_kv_prefill_sm90
@@ -24,6 +24,7 @@ def force(monkeypatch):
             return select(problem, blocks)._replace(**changes)
 
         select = _paged_kv_prefill_sm90.select
+        forget_plans(monkeypatch)
         monkeypatch.setattr(_paged_kv_prefill_sm90, "select", chosen)
         monkeypatch.setattr(_paged_kv_prefill, "_MIN_ROWS", 0)
         monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)

@@ -71,7 +71,8 @@ struct Merged {
     }
 };
 
-template <class T, class Tile, int ROWS, int WARPS, bool kRagged> class ItemEnd {
+// AT_ONCE: partial results that are read at once where there are many.
+template <class T, class Tile, int ROWS, int WARPS, int AT_ONCE, bool kRagged> class ItemEnd {
 public:
     using State = RowState<T, Tile, ROWS>;
     using Rows = ItemRows<Tile::TOKENS, kRagged>;
@@ -159,12 +160,14 @@ private:
     // In the order of the blocks, whichever came last.
     __device__ Merged of_blocks(const Shares& shares, int row, int group) const {
         Merged merged;
-        add_parts<8>(merged, shares.count, [&](int i, float& top, float& sum, float4& term) {
+        auto load = [&](int i, float& top, float& sum, float4& term) {
             const float* from = partial(shares, i);
             top = load_partial(from + Slot::MAXIMA + row);
             sum = load_partial(from + Slot::SUMS + row);
             term = load_partial(reinterpret_cast<const float4*>(from) + row * GROUPS + group);
-        });
+        };
+        if (shares.count <= 4) add_parts<4>(merged, shares.count, load);
+        else add_parts<AT_ONCE>(merged, shares.count, load);
         return merged;
     }
 
@@ -195,7 +198,7 @@ private:
             merged.raise(high);
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                if (begin + i < count) merged.add(top[i], sum[i], term[i]);
+                if (begin + i < count && top[i] != minus_infinity()) merged.add(top[i], sum[i], term[i]);
             }
         }
     }
