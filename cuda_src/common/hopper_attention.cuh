@@ -161,25 +161,10 @@ private:
         typename Tile::Weights p;
         typename Tile::Output o;
         Softmax softmax;
-        float correction[2];
         int block = uniform(exchange.work.at(slot_work).keys.end) - 1;
         bool is_last = block == uniform(exchange.work.at(slot_work).keys.first);
+        bool is_tainted = begin(s, p, softmax, exchange.work.at(slot_work), block, is_last);
         bool accumulates = false;  // there is something in o
-        await_q();
-        await_keys();
-        multiply_keys(s);
-        bool is_tainted = uniform(is_cut(exchange.work.at(slot_work), block) && find_nonfinite(slot));
-        wgmma_wait<0>();
-        hold(s);
-        release_keys(is_last);
-        if (!kPlain || !exchange.work.at(slot_work).plain.has(block)) {
-            finish_scores(s, exchange.work.at(slot_work), block);
-        }
-        softmax.add(s, scale_of(exchange.work.at(slot_work)), correction);
-        await_values();
-        if (!is_last) await_keys();
-        AttentionAtom<T>::narrow(p, s);
-        if constexpr (kDrops) drop(p, exchange.work.at(slot_work), block);
 #pragma unroll 1
         while (true) {
             if (is_tainted) {
@@ -215,6 +200,7 @@ private:
                 softmax = Softmax();
             }
             if (!kPlain || !is_plain) finish_scores(s, work, block);
+            float correction[2];
             const bool moves = softmax.add(s, scale_of(work), correction);
             await_values();
             if (!is_last) await_keys();  // here rather than in the turn
@@ -234,6 +220,26 @@ private:
         hold(o);
         release_values(before(slot));
         finish(slot_work, o, softmax);
+    }
+
+    // The first block of the first tile: its weights. Tells whether its values are to be looked at one by one.
+    __device__ bool begin(typename Tile::Scores& s, typename Tile::Weights& p, Softmax& softmax,
+                          const AttentionTask& work, int block, bool is_last) {
+        float correction[2];
+        await_q();
+        await_keys();
+        multiply_keys(s);
+        const bool is_tainted = uniform(is_cut(work, block) && find_nonfinite(slot));
+        wgmma_wait<0>();
+        hold(s);
+        release_keys(is_last);
+        if (!kPlain || !work.plain.has(block)) finish_scores(s, work, block);
+        softmax.add(s, scale_of(work), correction);
+        await_values();
+        if (!is_last) await_keys();
+        AttentionAtom<T>::narrow(p, s);
+        if constexpr (kDrops) drop(p, work, block);
+        return is_tainted;
     }
 
     // Whether some row misses a key of a block that is in memory.
