@@ -26,11 +26,9 @@ SHAPES = [
     (64, 4096, 28672, 16, "float16"),
     (64, 4096, 28672, 64, "float16"),
     (64, 4096, 28672, 16, "bfloat16"),
-    (16, 4096, 28672, 16, "bfloat16"),
-    (1, 4096, 28672, 16, "float16"),
-    (2048, 4096, 28672, 16, "float16"),
-    (2048, 4096, 28672, 64, "float16"),
-    (8192, 4096, 4096, 16, "float16"),
+    *((m, 4096, 28672, rank, name) for m, name in ((16, "bfloat16"), (1, "float16")) for rank in (8, 16, 64)),
+    *((m, 4096, n, rank, "float16") for m in (2048, 8192) for n in (28672, 4096) for rank in (16, 64)),
+    (2048, 4096, 28672, 128, "bfloat16"),
 ]
 QUICK = 2
 # (M, K, N, r, adapters in the batch, their order); dtype bfloat16.
@@ -63,6 +61,7 @@ def one_adapter(shapes: list[tuple]) -> Iterator[Case]:
         intermediate = (cupy.empty((m, rank), dtype), cupy.empty((m, n), dtype), cupy.empty((m, n), dtype))
         rivals = {"serial": functools.partial(serial, *intermediate), "X C, cuBLAS": main_product, "X C, rawops": plain}
         if torch is not None:
+            rivals["torch"] = TorchSerial(inputs)
             rivals["Triton"] = Triton(intermediate[0], inputs)
         flops = 2.0 * m * (k * n + k * rank + rank * n)
         yield Case(f"{m} x {k} x {n}, r {rank}", name, flops, size, inputs, fused, rivals)
@@ -117,6 +116,15 @@ class Torch:
     @staticmethod
     def stream():
         return torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr))
+
+
+class TorchSerial(Torch):
+    """The four kernels in torch."""
+
+    def __call__(self, *arrays) -> None:
+        x, c, a, b, out = self.of(*arrays)
+        with self.stream():
+            torch.add(torch.mm(x, c), torch.mm(torch.mm(x, a), b), out=out)
 
 
 class Triton(Torch):

@@ -6,9 +6,9 @@
 namespace rawops {
 
 template <class T, class Out, int BLOCK_M, int BLOCK_N, int STAGES, bool kBKMajor, int kActivation, int kFinish,
-          int BUFFERS,
+          int BUFFERS, bool kInOrder,
           class Tile = HopperTile<T, Out, BLOCK_M, BLOCK_N, STAGES, 1, true, kBKMajor, kActivation, kFinish, false,
-                                  SortedRows<BUFFERS>>>
+                                  SortedRows<BUFFERS, kInOrder>>>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     lora_multi_sm90(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmParams params,
                     const __grid_constant__ Adapters adapters, int raster_group) {
@@ -16,9 +16,9 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 }
 
 template <class T, class Out, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER, bool kBKMajor, int kActivation,
-          int kFinish, int BUFFERS,
+          int kFinish, int BUFFERS, bool kInOrder,
           class Tile = HopperTile<T, Out, BLOCK_M, BLOCK_N, STAGES, CLUSTER, true, kBKMajor, kActivation, kFinish,
-                                  false, SortedRows<BUFFERS>>>
+                                  false, SortedRows<BUFFERS, kInOrder>>>
 __global__ void __launch_bounds__(Tile::THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
     lora_multi_sm90_cluster(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmParams params,
                             const __grid_constant__ Adapters adapters, int raster_group) {

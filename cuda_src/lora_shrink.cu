@@ -4,6 +4,7 @@
 // A row's place is behind all rows of a lower slot, and those before it of the same. The grid has a block for every
 // place; those work where a tile of up to 16 rows of one adapter begins, which any indices may bring about.
 #include "common/adapters.cuh"
+#include "common/launches.cuh"
 
 namespace rawops {
 
@@ -19,7 +20,7 @@ struct ShrinkParams {
     const int* indices;
     const int *ranks, *non_finite;  // (max_loras, slices), (max_loras,)
     const float* scalings;          // (max_loras,)
-    void* sorted;                   // x in the new order, rows on 16-byte boundaries
+    void* sorted;                   // x in the new order, rows on 16-byte boundaries; null: y and infos as x is
     float* y;                       // (slices, capacity, slot_rank) in that order
     RowInfo* infos;
     RowPlace* places;
@@ -134,7 +135,7 @@ template <bool kGroups> __device__ inline void find_rows(BlockRows& block, const
     __syncthreads();
 }
 
-// y for the rows of a block in a slice of the columns, 8 * ATOMS ranks at a time, and in the first slice x sorted. The
+// y for the rows of a block in a slice of the columns, 8 * ATOMS ranks at a time, and x sorted in the first slice. The
 // warps share out K. The order of K within an atom is free as long as x and a share it: a thread takes eight elements
 // that lie side by side of both.
 template <class T, int ATOMS, bool kAligned>
@@ -147,8 +148,9 @@ __device__ inline void make_y(float (&parts)[kShrinkThreads / kWarpSize][16][ATO
     const bool has_adapter = slot < params.max_loras;
     const int rank = has_adapter ? params.ranks[slot * gridDim.y + slice] : 0;
     const float scaling = has_adapter ? params.scalings[slot] : 0;
+    const bool sorts = params.sorted != nullptr;
     if (slice == 0 && thread < count) {
-        params.infos[first + thread] = {slot, block.rows[thread], rank, has_adapter ? params.non_finite[slot] : 0};
+        params.infos[sorts ? first + thread : block.rows[thread]] = {slot, block.rows[thread], rank, has_adapter ? params.non_finite[slot] : 0};
     }
 
     const T* x[2];
@@ -161,7 +163,7 @@ __device__ inline void make_y(float (&parts)[kShrinkThreads / kWarpSize][16][ATO
     }
 
     // Of ranks that the adapter does not have the products are made, too, but not written.
-    for (int begin = 0; begin < rank || (slice == 0 && begin == 0); begin += RANKS) {
+    for (int begin = 0; begin < rank || (sorts && slice == 0 && begin == 0); begin += RANKS) {
         const T* a = static_cast<const T*>(params.a) +
                      ((int64_t(slot) * gridDim.y + slice) * params.slot_rank + begin + lane / 4) * params.a_row;
         float acc[ATOMS][4] = {};
@@ -196,7 +198,7 @@ __device__ inline void make_y(float (&parts)[kShrinkThreads / kWarpSize][16][ATO
                 const int at = k + step * K_STEP + lane % 4 * 8;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const bool copies = slice == 0 && begin == 0 && at < params.K && x[half] != nullptr;
+                    const bool copies = sorts && slice == 0 && begin == 0 && at < params.K && x[half] != nullptr;
                     if (copies) *reinterpret_cast<uint4*>(sorted[half] + at) = row[half];
                 }
             }
@@ -217,7 +219,7 @@ __device__ inline void make_y(float (&parts)[kShrinkThreads / kWarpSize][16][ATO
             float sum = 0;
 #pragma unroll
             for (int part = 0; part < WARPS; ++part) sum += parts[part][own][r];
-            const int64_t row = int64_t(slice) * params.capacity + first + own;
+            const int64_t row = int64_t(slice) * params.capacity + (sorts ? first + own : block.rows[own]);
             params.y[row * params.slot_rank + begin + r] = scaling * sum;
         }
     }
@@ -230,6 +232,7 @@ __global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_const
     __shared__ BlockRows block;
     __shared__ float parts[kShrinkThreads / kWarpSize][16][ATOMS * 8];
     constexpr int PLACES = kGroups ? 1 : 4;
+    start_next_launch();
     const int begin = blockIdx.x * PLACES, lane = threadIdx.x % kWarpSize;
     uint32_t leading = 1;
     if constexpr (!kGroups) {

@@ -15,8 +15,11 @@ from typing import Any, ClassVar
 from rawops._gemm_maps import encode, k_major, map_of, movable
 from rawops._gemm_sm90_specs import (
     BIASED,
+    BY_K,
+    BY_RANK,
     CLUSTERS,
     DIRECT,
+    EIGHTS,
     LORA,
     LORA_CLUSTER,
     MAX_STAGES,
@@ -49,8 +52,9 @@ _LATENCY = 550  # of a stage under way
 _COST_OF_CLUSTER = 250  # its barrier, and the way of the partial sums to other SMs, at
 _CLUSTER_BYTES = 80
 _COST_OF_RIDING = 10  # of lora_a's columns, beyond their number
-_COST_OF_READING = 900  # the launch of the product that makes x @ a first
-_COST_OF_SLICE = 100  # of sixteen ranks, beyond their products
+_COST_OF_READING = 700  # what the product that makes x @ a delays the others by, which
+_COST_OF_NARROW = 110  # takes for 64 rows and columns of x that come from the memory
+_COST_OF_SLICE = 40  # of sixteen ranks, beyond their products
 _COST_OF_SPLIT = 4400  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
@@ -169,10 +173,9 @@ class Config:
         """Shared memory beside the ring: lora_b, staging tiles and slabs of the consumers, further barriers."""
         share = self.share(problem)
         staging = 0 if problem.finish == DIRECT else self.rows * self.pass_cols(problem) * 2
-        if problem.rank:
-            staging = max(staging, 2 * share * problem.parts * 64)  # sixteen ranks of lora_b in TF32, twice
         slabs = 0 if problem.finish == PLAIN else 4 * share * problem.parts if problem.finish == BIASED else _SLAB_BYTES
-        return problem.rank * share * problem.parts * 2 + self.consumers * (staging + slabs) + 32
+        lora_b = problem.rank * share * problem.parts * 2 if self.cluster > 1 else 0  # which goes through the ring else
+        return lora_b + self.consumers * (staging + slabs) + 32
 
     def shared_bytes(self, problem: Problem) -> int:
         return self.stages * self.stage_bytes(problem) + self.other_bytes(problem)
@@ -190,6 +193,8 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
         step = 64 * problem.parts
     if problem.grouped:
         ways = [(1, False, False), (1, True, False)]
+    elif problem.rank > RANKS[-1]:
+        ways = [(1, False, False)]
     elif problem.rank:
         ways = [(cluster, False, rides) for cluster in (1, *CLUSTERS) for rides in (True, False)]
     else:
@@ -198,7 +203,7 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
     heights = (64,) if problem.M <= 64 else (64, 128) if 128 * ragged >= problem.M else (128,)
     found = []
     for block_m, (cluster, ping_pong, rides) in itertools.product(heights, ways):
-        if cluster <= problem.k_blocks:
+        if cluster <= problem.k_blocks and (block_m == 64 or not rides):
             unit = math.lcm(step, 16 * problem.parts * cluster)
             found += [
                 configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)
@@ -259,7 +264,7 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
         k_block = max((columns + config.block_m) * _SPAN // sm_bytes, _LATENCY // max(config.stages, 1))
     main_loop = -(-problem.k_blocks // cluster) * k_block
     slices = problem.rank // 16
-    finish = problem.cost_of_tile + slices * (config.block_n // cluster * config.block_m // 128 + _COST_OF_SLICE)
+    finish = problem.cost_of_tile + slices * (config.block_n // cluster * config.block_m // 200 + _COST_OF_SLICE)
     if cluster > 1:
         finish += _COST_OF_CLUSTER + config.block_m * columns * 4 // _CLUSTER_BYTES
     if config.ping_pong:
@@ -272,7 +277,7 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     for wave in range(config.waves):
         cost += max(main_loop, memory * min(tiles - wave * at_a_time, at_a_time) // tiles)
     if problem.rank and not config.rides:
-        cost += _COST_OF_READING + problem.batches * problem.M * problem.K * 2 // _MEMORY_BYTES
+        cost = max(cost + _COST_OF_READING, problem.k_blocks * _COST_OF_NARROW + finish)
     return cost
 
 
@@ -333,13 +338,14 @@ class Plan:
     shared_bytes: int
     maps: Callable[..., bytes]  # from the addresses of a, b and out
     low_rank: Callable[..., bytes] | None  # from the scaling, the addresses of lora_a and lora_b, and x @ a
+    early: bool = False  # it may begin while the launch before it still runs, for which the kernel waits
 
     def run(self, a: int, b: int, out: int, params: bytes, *low_rank) -> None:
         """Launch; `params` is the GemmParams that all GEMM kernels take, `low_rank` what the function wants."""
         values = [self.maps(a, b, out), params, self.config.raster_rows]
         if self.low_rank is not None:
             values.insert(2, self.low_rank(*low_rank))
-        self.kernel.launch(self.grid, (self.config.threads, 1, 1), tuple(values), self.shared_bytes)
+        self.kernel.launch(self.grid, (self.config.threads, 1, 1), tuple(values), self.shared_bytes, self.early)
 
 
 def plan(
@@ -373,8 +379,9 @@ def plan(
         choices["cluster"] = config.cluster
     low_rank_call = None
     if low_rank is not None:
-        choices |= {"rank": problem.rank, "rides": config.rides}
-        choices["lora_a_k_major"], choices["lora_b_k_major"] = _majors(low_rank, N, K)
+        choices |= {"rank": min(problem.rank, RANKS[-1]), "rides": config.rides}
+        choices["lora_a"] = _lora_a_layout(low_rank, K) if config.rides else BY_K
+        choices["lora_b_k_major"] = _majors(low_rank, N, K)[1]
         low_rank_call = _low_rank_call(device, low_rank, problem, N, config.share(problem))
         spec = LORA if config.cluster == 1 else LORA_CLUSTER
     elif config.cluster > 1:
@@ -416,10 +423,15 @@ def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: i
     It takes the scaling, the addresses of both factors, and the address and row stride of x @ a, where that is made
     before.
     """
-    a, b, rank, step = low_rank.a, low_rank.b, low_rank.rank, problem.rank
+    a, b, rank, step = low_rank.a, low_rank.b, low_rank.rank, min(problem.rank, RANKS[-1])
     a_k_major, b_k_major = _majors(low_rank, N, problem.K)
+    if _lora_a_layout(low_rank, problem.K) == EIGHTS:
+        of_a = map_of(a, (problem.K // 8, 64), (64, 1), True, BLOCK_K // 8, 64, (1, 1, 1))
+        of_a = functools.partial(of_a, swizzle=0)
+    else:
+        of_a = map_of(a, (rank, a.col), (problem.K, a.row), a_k_major, step, BLOCK_K, (1, 1, 1))
     describe = [
-        map_of(a, (rank, a.col), (problem.K, a.row), a_k_major, step, BLOCK_K, (1, 1, 1)),
+        of_a,
         map_of(b, (N, b.col), (rank, b.row), b_k_major, share if b_k_major else _box_cols(share), step, (1, 1, 1)),
     ]
 
@@ -447,9 +459,7 @@ def describe_problem(
         return None
     rank = 0
     if low_rank is not None:
-        rank = next((step for step in RANKS if step >= low_rank.rank), None)
-        if rank is None:
-            return None
+        rank = next((step for step in RANKS if step >= low_rank.rank), -(-low_rank.rank // RANKS[-1]) * RANKS[-1])
     finish = DIRECT
     whole = N // parts % 8 == 0  # TMA stores whole chunks of 16 bytes, also those that reach out of the tensor
     if out.itemsize == 2 and whole and movable(out, out.col, N // parts, out.row, M):
@@ -459,6 +469,14 @@ def describe_problem(
     pitches = (a.row if majors[0] else a.col, b.col if majors[1] else b.row)
     straddles = any(pitch * a.itemsize % _SPAN for pitch in pitches)
     return kind(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank, straddles=straddles)
+
+
+def _lora_a_layout(low_rank: LowRank, K: int) -> int:
+    """Tell how the kernel is to read a that rides; TMA takes as long for a row of 16 bytes as for one of 128."""
+    a = low_rank.a
+    if low_rank.rank == 8 and (a.row, a.col) == (8, 1) and K % 8 == 0:
+        return EIGHTS
+    return BY_K if _majors(low_rank, 1, K)[0] else BY_RANK
 
 
 def _majors(low_rank: LowRank, N: int, K: int) -> list[bool | None]:

@@ -6,6 +6,7 @@ from rawops._runtime.kernel import KernelSpec
 
 RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
 PLAIN, STAGED, BIASED, DIRECT = range(4)  # Finish in hopper_tile.cuh
+BY_RANK, BY_K, EIGHTS = range(3)  # LoraA in hopper_tile.cuh
 MAX_STAGES = 8
 
 TILE_CHOICES = {
@@ -25,7 +26,7 @@ OPERAND_CHOICES = {
 _LOW_RANK_CHOICES = {
     "rank": RANKS,
     "rides": (True, False),
-    "lora_a_k_major": (True, False),
+    "lora_a": (BY_RANK, BY_K, EIGHTS),
     "lora_b_k_major": (True, False),
 }
 
@@ -72,15 +73,16 @@ LORA = spec_of(
     "lora_sm90.cu",
     "lora_sm90",
     {**TILE_CHOICES, **OPERAND_CHOICES, **_LOW_RANK_CHOICES},
-    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, 16, True, True, True),
-    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, 16, True, False, False),
-    ("float16", "float16", 64, 256, 3, True, False, 5, STAGED, 64, True, False, False),
-    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, 16, False, True, True),
-    ("float16", "float16", 128, 192, 4, True, False, 0, PLAIN, 64, False, True, False),
+    ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, 16, True, BY_K, True),
+    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, 16, True, BY_RANK, False),
+    ("float16", "float16", 64, 256, 4, True, False, 0, PLAIN, 16, True, EIGHTS, False),
+    ("float16", "float16", 64, 256, 3, True, False, 5, STAGED, 64, True, BY_RANK, False),
+    ("bfloat16", "bfloat16", 128, 256, 3, True, True, 0, PLAIN, 16, False, BY_K, True),
+    ("float16", "float16", 128, 256, 3, True, False, 0, PLAIN, 64, False, BY_K, False),
 )
 LORA_CLUSTER = spec_of(
     "lora_sm90.cu",
     "lora_sm90_cluster",
     {**TILE_CHOICES, "cluster": CLUSTERS, **OPERAND_CHOICES, **_LOW_RANK_CHOICES},
-    ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 0, PLAIN, 32, True, True, True),
+    ("bfloat16", "bfloat16", 64, 96, 8, 2, True, True, 0, PLAIN, 32, True, BY_K, True),
 )

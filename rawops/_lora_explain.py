@@ -45,7 +45,7 @@ def explain(options: argparse.Namespace, device: PaperDevice) -> Explanation:
         found.why.append(
             "The columns of a ride along the main loop: x is read once, in one launch."
             if candidates[0].rides
-            else "x @ a is made by a launch of its own, since riding along would cost every tile more than that."
+            else "x @ a is made by a launch of its own beside the first tiles: riding along would cost every tile more."
         )
         explain_hopper(found, problem, candidates, device)
     elif r == 0:

@@ -5,61 +5,46 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from rawops._gemm_call import ZERO, Product
 from rawops._gemm_config import DTYPES
-from rawops._gemm_operands import Options, Request, check_given, number
-from rawops._lora_product import NOTHING, LowRankProduct, check_weights
-from rawops._runtime import arrays, checks, dtypes
-from rawops._runtime.kernel import KernelSpec, ParamStruct
+from rawops._gemm_maps import k_major
+from rawops._gemm_operands import Operand, Options, check_given, number
+from rawops._lora_factors import factor_gradients, operand_of
+from rawops._lora_product import NOTHING, LowRankProduct, check_weights, row_of_y
+from rawops._lora_sm90 import NARROW, NarrowProduct
+from rawops._runtime import arrays, checks
 
 _FUNCTION = "lora_linear_backward"
-_COLUMNS, _RANKS, _THREADS = 64, 16, 256  # of a block
-_SHARED_BYTES = 8 * 4 * 16 * (128 + 64)  # the rings of its warps
-
-
-def _side(name: str) -> dict[str, str]:
-    return {
-        **{f"{name}_{field}": "pointer" for field in ("x", "y", "out")},
-        **{f"{name}_{field}": "int64" for field in ("x_row", "x_col", "y_row", "out_row", "out_col")},
-        **{f"{name}_{field}": "int32" for field in ("cols", "float_out")},
-    }
-
-
-_PARAMS = ParamStruct("GradParams", **_side("a"), **_side("b"), M="int32", rank="int32", scaling="float32")
-GRAD = KernelSpec(
-    source="lora_grad.cu",
-    entry="rawops::lora_grad",
-    template=("dtype", "vectors"),
-    choices={"dtype": ("float16", "bfloat16"), "vectors": (True, False)},
-    smoke=({"dtype": "bfloat16", "vectors": True}, {"dtype": "float16", "vectors": False}),
-    params=_PARAMS,
-    spills={"sm_100a": 32, "sm_120a": 56},
-)
 
 
 class _InputGradient(LowRankProduct):
-    """dX, which keeps dY = dO @ b^T where it makes that first, for the thread that asked."""
+    """dX, which keeps dY = dO @ b^T where it makes that first, for the thread that asked.
+
+    With `beside` it makes dY beside the launch before. These are the addresses of dO and c: where copies take their
+    place, these have been launched in between.
+    """
 
     def __init__(self, scaling: float) -> None:
         super().__init__(_FUNCTION, None, scaling)
-        self._made = threading.local()
+        self._of_thread = threading.local()
 
-    def take_made(self):
-        """Return dY of this thread's last call, None where it has not been made."""
-        return self._made.__dict__.pop("dy", None)
+    def run(self, operands: tuple, beside: tuple | None):
+        """Run and return dY, None where it has not been made."""
+        own = self._of_thread
+        own.dy, own.beside = None, beside
+        self(operands)
+        return own.__dict__.pop("dy")
 
-    def _y_maker(self, device, request: Request, rank: int) -> tuple[int, Callable]:
-        y_row, make_y = super()._y_maker(device, request, rank)
+    def y_workspace(self, device, shape: tuple) -> tuple:
+        self._of_thread.dy, _ = made = super().y_workspace(device, shape)
+        return made
 
-        def make_and_keep(operands: tuple) -> tuple:
-            self._made.dy, _ = made = make_y(operands)
-            return made
-
-        return y_row, make_and_keep
+    def may_overlap(self, addresses: list) -> bool:
+        return tuple(addresses[:2]) == self._of_thread.beside
 
 
 def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) -> tuple:
@@ -167,50 +152,43 @@ def _step() -> Product:
 
 def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
     dx, da, db = results
-    input_gradient = _input_gradient(scaling)
-    input_gradient((dout, c.T, dx, None, None, None, b.T, a.T))
-    made = input_gradient.take_made()
     rows, rank = math.prod(x.shape[:-1]), a.shape[1]
-    if rank == 0:
-        return
-    if rows == 0 or scaling == 0:
+    is_plain, is_wide = rank == 0 or rows == 0 or scaling == 0, x.dtype.itemsize > 2
+    y = beside = None
+    flat_x, flat_dout = x.reshape(rows, x.shape[-1]), dout.reshape(rows, dout.shape[-1])
+    if not is_plain and not is_wide:
+        y, narrow = _low_rank(device, flat_x, a)
+        beside = (device.pointer(dout), device.pointer(c)) if narrow else None
+    dy = _input_gradient(scaling).run((dout, c.T, dx, None, None, None, b.T, a.T), beside)
+    if is_plain:
         da[...] = db[...] = 0
-        return
-    x, dout = x.reshape(rows, x.shape[-1]), dout.reshape(rows, dout.shape[-1])
-    if x.dtype.itemsize > 2:
+    elif is_wide:
         step, alpha = _step(), (0, scaling, 0)
-        step((x.T, step((dout, b.T, *NOTHING)), da, *NOTHING[1:]), alpha, ZERO)
-        step((step((x, a, *NOTHING)).T, dout, db, *NOTHING[1:]), alpha, ZERO)
-        return
-    dy = _low_rank(device, dout, b.T) if made is None else made.reshape(rows, -1)
-    y = _low_rank(device, x, a)
-    sides = [*_pack_side(device, x, dy, da), *_pack_side(device, dout, y, db.T)]
-    vectors = all(_comes_in_eights(device, rows) for rows in (x, dout))
-    kernel = GRAD.kernel(device, dtype=dtypes.name(x.dtype), vectors=vectors)
-    tiles = -(-x.shape[1] // _COLUMNS) + -(-dout.shape[1] // _COLUMNS)
-    kernel.launch(
-        (tiles * -(-rank // _RANKS), 1, 1),
-        (_THREADS, 1, 1),
-        (_PARAMS.pack(*sides, rows, rank, scaling),),
-        _SHARED_BYTES,
-    )
+        step((flat_x.T, step((flat_dout, b.T, *NOTHING)), da, *NOTHING[1:]), alpha, ZERO)
+        step((step((flat_x, a, *NOTHING)).T, flat_dout, db, *NOTHING[1:]), alpha, ZERO)
+    else:
+        dy = _low_rank(device, flat_dout, b.T)[0] if dy is None else dy.reshape(rows, -1)
+        factor_gradients(device, ((flat_x, dy, da), (flat_dout, y, db.T)), scaling, rank)
 
 
-def _low_rank(device, x, a):
-    """Return x @ a in float32."""
-    rank = a.shape[1]
-    y = device.empty((x.shape[0], -(-rank // 4) * 4), np.dtype("float32"))  # rows on 16-byte boundaries
-    return _step()((x, a, y[:, :rank], *NOTHING[1:]))
+def _low_rank(device, x, a) -> tuple:
+    """Return x @ a in float32, and whether the last launch was that of a `NarrowProduct`."""
+    (rows, K), rank = x.shape, a.shape[1]
+    y = device.empty((rows, row_of_y(rank)), np.dtype("float32"))
+    if NARROW.exists_on(device.capability):
+        x_operand, a_operand = operand_of(device, x), operand_of(device, a)
+        x_major = k_major(x_operand, rows, K, x_operand.row, x_operand.col)
+        a_major = k_major(a_operand, rank, K, a_operand.col, a_operand.row)
+        if x_major is not None and a_major is not None:
+            strides = (x_operand.row, x_operand.col, a_operand.row, a_operand.col)
+            narrow = _narrow(device, x_operand.dtype, strides, (rows, K, rank))
+            narrow.run(*(device.pointer(m) for m in (x, a, y)))
+            return y, True
+    _step()((x, a, y[:, :rank], *NOTHING[1:]))
+    return y, False
 
 
-def _comes_in_eights(device, x) -> bool:
-    """Tell whether eight neighbouring columns can always be read as one."""
-    row, col = (s // x.dtype.itemsize for s in x.strides)
-    return col == 1 and row % 8 == 0 and x.shape[1] % 8 == 0 and device.pointer(x) % 16 == 0
-
-
-def _pack_side(device, x, y, out) -> tuple:
-    x_strides = (s // x.dtype.itemsize for s in x.strides)
-    out_strides = (s // out.dtype.itemsize for s in out.strides)
-    pointers = (device.pointer(array) for array in (x, y, out))
-    return (*pointers, *x_strides, y.strides[0] // 4, *out_strides, x.shape[1], int(out.dtype == np.dtype("float32")))
+@functools.lru_cache(maxsize=64)
+def _narrow(device, dtype: str, strides: tuple, sizes: tuple) -> NarrowProduct:
+    x, a = (Operand(dtype, 2, 0, *pair, [0, 0, 0]) for pair in (strides[:2], strides[2:]))
+    return NarrowProduct(device, x, a, *sizes, (1, 1, 1), row_of_y(sizes[2]))

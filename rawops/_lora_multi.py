@@ -40,6 +40,7 @@ from rawops._lora_multi_config import (
     SHRINK_THREADS,
     SM80,
     THREADS,
+    comes_in_order,
     padded_rank,
     plan,
     row_of_sorted,
@@ -133,7 +134,12 @@ class _SortedProduct(Base):
             return steps
         # x needs no copy but the sorted one.
         copies = {index: copy for index, copy in steps.copies.items() if index != ROLES.index("a")}
-        return replace(steps, copies=copies) if copies else steps.product
+        if not copies:
+            return steps.product
+        product = steps.product
+        if isinstance(product, OnHopper):  # what it may read before the launch before is complete is being copied
+            product = replace(product, plan=replace(product.plan, early=False))
+        return replace(steps, copies=copies, product=product)
 
     def _streamed(self, device, request: Request, types, described: dict, folded, sizes: Sizes) -> _Streamed:
         """A single row that gemm has a kernel of its own for: y @ b goes in as a float32 addend."""
@@ -156,8 +162,10 @@ class _SortedProduct(Base):
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         if not _gemm_sm90.supports(*described):
             return None
-        sorted_row = row_of_sorted(request.arrays["a"].shape[1])
-        return OnHopper(plan(*described, sorted_row), shape, lambda operands, _: ((operands[-1],), None))
+        device, inputs, M, _, K, _, _ = described
+        x = inputs["a"]
+        in_order = comes_in_order(device, M, K, x.alignment, x.row, x.col)
+        return OnHopper(plan(*described, in_order), shape, lambda operands, _: ((operands[-1],), None))
 
     def kernel(self, device, request: Request, problem: Problem, config, choices: dict, further: dict):
         kernel = SM80[problem.kind].kernel(device, **{name: choices[name] for name in SM80[problem.kind].template})
@@ -185,11 +193,14 @@ class _MultiProduct(Base):
         launch = self._sorted.prepare(device, operands[: len(ROLES)], addresses[: len(ROLES)])
         if launch.run is None:
             return launch
-        overlaps = tuple(overlap for overlap in launch.overlaps if overlap[0] != 0)  # x is copied before out is written
-        return replace(launch, overlaps=overlaps, run=self._steps_before(device, operands, addresses, launch.run))
+        x_row, x_col = (s // x.dtype.itemsize for s in x.strides)
+        in_order = comes_in_order(device, *x.shape, addresses[0] % 16, x_row, x_col)
+        if not in_order:  # x is copied before out is written
+            launch = replace(launch, overlaps=tuple(overlap for overlap in launch.overlaps if overlap[0] != 0))
+        return replace(launch, run=self._steps_before(device, operands, addresses, launch.run, in_order))
 
-    def _steps_before(self, device, operands: tuple, addresses: list, run):
-        """Return a function that sorts the rows, makes y, and then runs the product."""
+    def _steps_before(self, device, operands: tuple, addresses: list, run, in_order: bool):
+        """Return a function that groups the rows by adapter, makes y, and then runs the product."""
         x, indices, stack = operands[0], operands[-1], self.stack
         (M, K), dtype, (max_loras, slices, slot_rank, a_row) = x.shape, x.dtype, stack.a.shape
         capacity = 1 << max(M - 1, 15).bit_length()  # few sizes of workspaces for batches of any size
@@ -200,20 +211,30 @@ class _MultiProduct(Base):
         group = None if M <= MOST_GROUPED else GROUP.kernel(device)
         sorted_row = row_of_sorted(K)
         of_shrink = (x_row, x_col, a_row, sorted_row, indices.strides[0] // 4, M, K, max_loras, slot_rank, capacity)
-        of_adapters = (sorted_row, max_loras, slices, slot_rank, capacity, M, stack.b.shape[1], *stack.first_slice)
-        workspaces = functools.partial(self._workspaces, device, dtype, capacity, sorted_row)
+        of_adapters = (
+            x_row if in_order else sorted_row,
+            max_loras,
+            slices,
+            slot_rank,
+            capacity,
+            M,
+            stack.b.shape[1],
+            *stack.first_slice,
+        )
+        workspaces = functools.partial(self._workspaces, device, dtype, capacity, 0 if in_order else sorted_row)
         a, b, ranks, scalings, non_finite, columns = stack.addresses(device)
         grid = (M if group is None else -(-M // PLACES), slices, 1)
 
         def steps(operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
             _kept, (sorted_x, y, infos) = workspaces()
+            x, sorted_x = (addresses[0], 0) if in_order else (sorted_x, sorted_x)
             pointers = (addresses[0], a, addresses[-1], ranks, non_finite, scalings, sorted_x, y)
             params = SHRINK_PARAMS.pack(*pointers, infos, infos + 16 * capacity, *of_shrink)
             if group is not None:
                 group.launch((-(-M // GROUP_ROWS), 1, 1), (THREADS, 1, 1), (params,))
             shrink.launch(grid, (SHRINK_THREADS, 1, 1), (params,))
             adapters = ADAPTERS.pack(b, y, ranks, columns, infos, *of_adapters)
-            run((*operands[: len(ROLES)], adapters), [sorted_x, *addresses[1 : len(ROLES)]], alpha, beta)
+            run((*operands[: len(ROLES)], adapters), [x, *addresses[1 : len(ROLES)]], alpha, beta)
 
         return steps
 
@@ -246,8 +267,8 @@ class MultiLoRA:
     c : array (K, N)
         The base weight, float16 or bfloat16; kept, not copied.
     max_loras : int
-        Slots. Their memory is allocated here: ``(K * slices + N) * max_rank`` entries each, with max_rank rounded up to
-        a multiple of 16.
+        Slots; with none all rows are base rows. Their memory is allocated here: ``(K * slices + N) * max_rank`` entries
+        each, with max_rank rounded up to a multiple of 16.
     max_rank : int
         The largest rank that a slot takes; smaller ones cost no more time than they need.
     slices : sequence of (start, stop), optional
@@ -282,7 +303,7 @@ class MultiLoRA:
         dtype = checks.dtype(function, "c", self.c, DTYPES)
         if self.c.ndim != 2:
             checks.fail(ValueError, function, "c", "have 2 dimensions", f"shape {tuple(self.c.shape)}")
-        self.max_loras = checks.int_range(function, "max_loras", max_loras, 1, MAX_SIZE)
+        self.max_loras = checks.int_range(function, "max_loras", max_loras, 0, MAX_SIZE)
         self.max_rank = checks.int_range(function, "max_rank", max_rank, 0, MAX_SIZE)
         self.slices = check_slices(function, slices, self.c.shape[1])
         self._product = _MultiProduct(function, activation, None)
@@ -310,6 +331,8 @@ class MultiLoRA:
             Usually ``lora_alpha / rank``.
         """
         function = self._load_function
+        if self.max_loras == 0:
+            checks.fail(ValueError, function, "slot", "be one of 0 slots", slot)
         slot = checks.int_range(function, "slot", slot, 0, self.max_loras - 1)
         scaling = number(function, "scaling", scaling)
         pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)

@@ -19,6 +19,7 @@ PLACES = 4  # that a block of the shrink kernel looks at where it need not sort
 
 # Columns of a tile of 128 rows that leave the ranks registers, by whether b is K-major, and the parts of a gated tile.
 _WIDEST = {(True, 1): 176, (True, 2): 160, (False, 1): 192, (False, 2): 128}
+_IN_ORDER = 64  # rows at most
 _BUFFERS = {64: 2, 128: 1}  # by the height of a tile: a warp's place for sixteen ranks of b of one adapter
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -116,6 +117,7 @@ def _sm90(entry: str, cluster: dict, *smoke: tuple) -> KernelSpec:
         "activation": LAYOUT_CHOICES["activation"],
         "finish": (PLAIN, DIRECT),
         "buffers": (1, 2, 3),
+        "in_order": (False, True),
     }
     return KernelSpec(
         source="lora_multi_sm90.cu",
@@ -131,13 +133,14 @@ def _sm90(entry: str, cluster: dict, *smoke: tuple) -> KernelSpec:
 SM90 = _sm90(
     "lora_multi_sm90",
     {},
-    ("bfloat16", "bfloat16", 64, 224, 4, True, 0, PLAIN, 2),
-    ("float16", "float16", 64, 256, 3, False, 0, PLAIN, 2),
-    ("bfloat16", "bfloat16", 128, 176, 4, True, 0, PLAIN, 1),
-    ("float16", "float16", 128, 128, 4, False, SWIGLU, DIRECT, 1),
+    ("bfloat16", "bfloat16", 64, 224, 4, True, 0, PLAIN, 2, True),
+    ("float16", "float16", 64, 256, 3, False, 0, PLAIN, 2, True),
+    ("float16", "float16", 64, 256, 3, False, 0, PLAIN, 2, False),
+    ("bfloat16", "bfloat16", 128, 176, 4, True, 0, PLAIN, 1, False),
+    ("float16", "float16", 128, 128, 4, False, SWIGLU, DIRECT, 1, False),
 )
 SM90_CLUSTER = _sm90(
-    "lora_multi_sm90_cluster", {"cluster": (2, 8)}, ("bfloat16", "bfloat16", 64, 128, 7, 2, True, 0, PLAIN, 2)
+    "lora_multi_sm90_cluster", {"cluster": (2, 8)}, ("bfloat16", "bfloat16", 64, 128, 7, 2, True, 0, PLAIN, 2, True)
 )
 
 # --- sizes ----------------------------------------------------------------------------------------------------------
@@ -151,6 +154,15 @@ def padded_rank(max_rank: int) -> int:
 def row_of_sorted(K: int) -> int:
     """Return the stride of x's rows once they are sorted: on 16-byte boundaries."""
     return max(-(-K // 8), 1) * 8
+
+
+def comes_in_order(device, M: int, K: int, alignment: int, row: int, col: int) -> bool:
+    """Tell whether the main kernel takes the rows of x as they come, because one tile on Hopper has them all.
+
+    Its warps then have more adapters each, but the product need not wait for x to be sorted.
+    """
+    aligned = alignment == 0 and col == 1 and K % 8 == 0 and (M == 1 or (row > 0 and row % 8 == 0))
+    return aligned and M <= _IN_ORDER and SM90.exists_on(device.capability)
 
 
 # --- the main kernel on Hopper --------------------------------------------------------------------------------------
@@ -170,8 +182,8 @@ def _with_buffers(config, problem, max_shared_bytes: int) -> tuple:
     return config, config.shared_bytes(problem) + more
 
 
-def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, sorted_row: int):
-    """Prepare a product that `_gemm_sm90.supports` accepts on rows of x that are `sorted_row` apart.
+def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, in_order: bool):
+    """Prepare a product that `_gemm_sm90.supports` accepts, on x sorted or, `in_order`, as it is.
 
     The configuration is that of `gemm` for x as it comes: rows without an adapter get the same bits.
     """
@@ -195,12 +207,13 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         "activation": activation,
         "finish": problem.finish,
         "buffers": _BUFFERS[config.block_m],
+        "in_order": in_order,
     }
     if config.cluster > 1:
         choices["cluster"] = config.cluster
-    x = Operand(b.dtype, b.itemsize, 0, sorted_row, 1, [0, 0, 0])
+    x = operands["a"] if in_order else Operand(b.dtype, b.itemsize, 0, row_of_sorted(K), 1, [0, 0, 0])
     maps = _gemm_sm90.tensor_maps(
         device, {**operands, "a": x}, replace(problem, a_k_major=True), config, (M, N, K), extents
     )
     kernel = (SM90 if config.cluster == 1 else SM90_CLUSTER).kernel(device, **choices)
-    return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), shared_bytes, maps, lambda adapters: adapters)
+    return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), shared_bytes, maps, lambda adapters: adapters, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -11,6 +10,7 @@ from rawops._gemm_call import ONE, Launch, OnHopper, Product
 from rawops._gemm_config import DTYPES, SWIGLU, Problem
 from rawops._gemm_operands import ROLES, Options, Request, layout_of, number
 from rawops._lora_config import LOW_RANK, READING, RIDING, LoraConfig, select_config, shared_bytes
+from rawops._lora_sm90 import NarrowProduct
 from rawops._runtime import checks, dtypes
 
 NOTHING = (None,) * (len(ROLES) - 2)  # in the place of out and all of an epilogue
@@ -53,34 +53,30 @@ class LowRankProduct(Base):
         self.base((low, b, out, base, bias, residual), (0, self.scaling, 0), ONE)
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
-        rank = request.arrays["lora_a"].shape[1]
-        low_rank = _gemm_sm90.LowRank(further["lora_a"], further["lora_b"], rank)
+        a, rank = further["lora_a"], request.arrays["lora_a"].shape[1]
+        low_rank = _gemm_sm90.LowRank(a, further["lora_b"], rank)
         if not _gemm_sm90.supports(*described, low_rank):
             return None
-        plan = _gemm_sm90.plan(*described, low_rank)
-        y_row, make_y = self._y_maker(described[0], request, rank)
+        plan, count = _gemm_sm90.plan(*described, low_rank), len(ROLES)
+        if plan.config.rides:
+            return OnHopper(plan, shape, lambda _, addresses: ((self.scaling, *addresses[count:]), None))
+        (device, inputs, M, _, K, extents, _), y_row = described, row_of_y(rank)
+        step = NarrowProduct(device, inputs["a"], a, M, K, rank, extents, y_row)
 
         def tail(operands: tuple, addresses: list) -> tuple[tuple, object]:
-            factors = (self.scaling, *addresses[len(ROLES) :])
-            if plan.config.rides:
-                return factors, None
-            y, y_address = make_y(operands)
-            return (*factors, y_address, y_row), y
+            y, y_address = self.y_workspace(device, (*operands[0].shape[:-1], y_row))
+            step.run(addresses[0], addresses[count], y_address, self.may_overlap(addresses))
+            return (self.scaling, *addresses[count:], y_address, y_row), y
 
-        return OnHopper(plan, shape, tail)
+        return OnHopper(replace(plan, early=True), shape, tail)
 
-    def _y_maker(self, device, request: Request, rank: int) -> tuple[int, Callable]:
-        """Return y's row stride, and a function that makes y = x @ a in a workspace and returns it and its address."""
-        y_row = -(-rank // 4) * 4  # rows on 16-byte boundaries
-        shape = (*request.arrays["a"].shape[:-1], y_row)
+    def y_workspace(self, device, shape: tuple) -> tuple:
+        """Return where x @ a goes, and its address."""
+        return self.workspace(device, shape, dtypes.numpy("float32"))
 
-        def make_y(operands: tuple) -> tuple:
-            y, address = self.workspace(device, shape, dtypes.numpy("float32"))
-            x, a = operands[0], operands[len(ROLES)]
-            self._step((x, a, y[..., :rank], *NOTHING[1:]))
-            return y, address
-
-        return y_row, make_y
+    def may_overlap(self, addresses: list) -> bool:
+        """Tell whether x @ a may be made beside the launch before, from the addresses of the operands."""
+        return False
 
     def configure(self, device, request: Request, problem: Problem) -> LoraConfig:
         rank = request.arrays["lora_a"].shape[1]
@@ -103,15 +99,21 @@ class LowRankProduct(Base):
 
         else:
             kernel = READING[problem.kind].kernel(device, **choices, lora_a_k_major=True, access_lora_a=16)
-            y_row, make_y = self._y_maker(device, request, rank)
+            y_row = row_of_y(rank)
 
             def tail(operands: tuple, addresses: list) -> tuple[bytes, object]:
-                y, y_address = make_y(operands)
+                y, y_address = self.y_workspace(device, (*operands[0].shape[:-1], y_row))
+                self._step((operands[0], operands[len(ROLES)], y[..., :rank], *NOTHING[1:]))
                 numbers = (y_address, *strides, y_row, rank, self.scaling)
                 return LOW_RANK.pack(*addresses[len(ROLES) :], *numbers), y
 
         memory = shared_bytes(config.tile, config.rank_step, config.rides, dtypes.itemsize(problem.dtype))
         return kernel, memory, tail
+
+
+def row_of_y(rank: int) -> int:
+    """The row stride of x @ a in float32: on 16-byte boundaries."""
+    return -(-rank // 4) * 4
 
 
 def check_weights(function: str, c, a, b) -> None:

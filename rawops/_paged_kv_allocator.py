@@ -91,10 +91,7 @@ class PageAllocator:
         return len(self._free) + len(self._kept)
 
     def __getitem__(self, sequence: int) -> Sequence:
-        try:
-            found = self.sequences.get(sequence)
-        except TypeError:  # what cannot be hashed
-            found = None
+        found = self.sequences.get(sequence)
         if found is None:
             checks.fail(ValueError, "PagedKVCache", "a sequence", "be one that was added and not freed", repr(sequence))
         return found

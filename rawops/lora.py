@@ -6,7 +6,8 @@ the only write of O, and `select_config` of _lora_config.py decides where x @ a 
 - It rides: the columns of a go along the K loop of x @ c as a second, narrow tile. One launch reads x once. This is
   free where the memory is the limit, which it is for the few rows of decoding.
 - It is read: a product of its own leaves x @ a in float32, and the main kernel takes it in, any rank 64 at a time. That
-  is a launch more, but where the tensor cores are the limit it costs less than riding, which every tile repeats.
+  is a launch more, beside the main one on Hopper; where the tensor cores are the limit it costs less than riding, which
+  every tile repeats.
 """
 
 from __future__ import annotations

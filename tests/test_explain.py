@@ -184,7 +184,7 @@ def test_small_sizes(capsys, sizes):
     "argv, kernels, why",
     [
         (["64", "4096", "28672", "16"], ["lora_sm90"], "ride along the main loop"),
-        (["8192", "4096", "4096", "64"], ["gemm", "lora_sm90"], "a launch of its own, since"),
+        (["8192", "4096", "4096", "64"], ["lora_narrow_sm90", "lora_sm90"], "a launch of its own beside"),
         (["64", "512", "512", "0", "--layout", "nn"], ["gemm"], "Rank 0"),
         (["64", "512", "512", "8", "--dtype", "float32"], ["gemm"], "three products"),
         (["2048", "4096", "4096", "8", "--gpu", "A100"], ["gemm", "lora_sm80"], "a launch of its own."),

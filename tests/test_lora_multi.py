@@ -452,6 +452,12 @@ def test_any_order_of_completion(force, rng, cluster):
         np.testing.assert_array_equal(results[0], other)
 
 
+def test_no_slots(device, rng):
+    x, c = device.put(integers(rng, (5, 64))), device.put(integers(rng, (64, 40)))
+    got = MultiLoRA(c, 0, 8)(x, device.put(np.array([-1, 3, 0, -1, 2], np.int32)))
+    np.testing.assert_array_equal(device.get(got), device.get(rawops.gemm(x, c)))
+
+
 # --- checks, graphs -------------------------------------------------------------------------------------------------
 
 
@@ -476,7 +482,8 @@ def test_errors(device):
     for error, text, call in [
         (TypeError, "MultiLoRA: c must have dtype", lambda: MultiLoRA(zeros(8, 16, dtype="f4"), 2, 4)),
         (ValueError, "MultiLoRA: c must have 2 dim", lambda: MultiLoRA(zeros(2, 8, 16), 2, 4)),
-        (ValueError, "MultiLoRA: max_loras must be between 1", lambda: MultiLoRA(c, 0, 4)),
+        (ValueError, "MultiLoRA: max_loras must be between 0", lambda: MultiLoRA(c, -1, 4)),
+        (ValueError, "MultiLoRA.load: slot must be one of 0 slots, got 0", lambda: MultiLoRA(c, 0, 4).load(0, x.T, x)),
         (TypeError, "MultiLoRA: max_rank must be an integer", lambda: MultiLoRA(c, 1, 4.0)),
         (ValueError, "MultiLoRA: activation must be", lambda: MultiLoRA(c, 1, 4, activation="tanh")),
         (ValueError, "MultiLoRA: c must have an even", lambda: MultiLoRA(c[:, :7], 1, 4, activation="swiglu")),

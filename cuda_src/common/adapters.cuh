@@ -7,6 +7,7 @@
 #include "copy.cuh"
 #include "epilogue.cuh"
 #include "mma.cuh"
+#include "rank_parts.cuh"
 
 namespace rawops {
 
@@ -39,72 +40,6 @@ template <int ATOMS_, int PARTS> struct WarpColumns {
         return first || (PARTS == 2 && from < min_of(n + WIDTH, cols) + cols && to > n + cols);
     }
 };
-
-// y of a thread's two rows as sums of COUNT values of T, in the order in which an atom takes them, times `scale`.
-template <class T> struct RankParts;
-
-template <> struct RankParts<__nv_bfloat16> {
-    static constexpr int COUNT = 3;
-    static constexpr uint32_t kExponent = 0x7f807f80;
-    uint32_t values[COUNT][4];
-    static constexpr float scale[2] = {1, 1};
-
-    // All 24 bits: each part is cut off the rest, which is exact.
-    __device__ void split(int half, float (&y)[4]) {
-#pragma unroll
-        for (int part = 0; part < COUNT; ++part) {
-            uint32_t cut[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                cut[i] = __float_as_uint(y[i]) & 0xffff0000;
-                const float taken = __uint_as_float(cut[i]);
-                y[i] = y[i] == taken ? 0 : y[i] - taken;
-            }
-            values[part][half] = cut[0] >> 16 | cut[1];
-            values[part][half + 2] = cut[2] >> 16 | cut[3];
-        }
-    }
-};
-
-template <> struct RankParts<__half> {
-    static constexpr int COUNT = 2;
-    static constexpr uint32_t kExponent = 0x7c007c00;
-    uint32_t values[COUNT][4];
-    float scale[2];
-
-    // 22 bits, of which the largest entry of a row comes to lie below 2^15: 65504 is no limit.
-    __device__ void split(int half, float (&y)[4]) {
-        uint32_t largest = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_uint(y[i]) & 0x7fffffff);
-        largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-        const int exponent = clamp(largest >> 23, 30, 254);
-        scale[half] = __uint_as_float((exponent - 14) << 23);
-        const float inverse = __uint_as_float((254 + 14 - exponent) << 23);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) y[i] *= inverse;
-#pragma unroll
-        for (int part = 0; part < COUNT; ++part) {
-            __half2 taken[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                taken[i] = __floats2half2_rn(y[i * 2], y[i * 2 + 1]);
-                const float2 wide = __half22float2(taken[i]);
-                y[i * 2] = y[i * 2] == wide.x ? 0 : y[i * 2] - wide.x;
-                y[i * 2 + 1] = y[i * 2 + 1] == wide.y ? 0 : y[i * 2 + 1] - wide.y;
-            }
-            values[part][half] = *reinterpret_cast<uint32_t*>(&taken[0]);
-            values[part][half + 2] = *reinterpret_cast<uint32_t*>(&taken[1]);
-        }
-    }
-};
-
-// Of two elements, those that are infinite or NaN become 0.
-template <class T> __device__ inline uint32_t finite_or_zero(uint32_t pair) {
-    constexpr uint32_t LOW = RankParts<T>::kExponent & 0xffff, HIGH = RankParts<T>::kExponent & 0xffff0000;
-    return ((pair & LOW) == LOW ? 0 : pair & 0xffff) | ((pair & HIGH) == HIGH ? 0 : pair & 0xffff0000);
-}
 
 // What a warp adds to its 16 rows, from `first` on: pass by pass, each with sixteen ranks of a slice, and in a pass
 // adapter by adapter. A source brings b: fetch() starts the copy of the columns from .. to - 1 of an adapter's ranks to

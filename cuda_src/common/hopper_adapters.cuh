@@ -44,23 +44,25 @@ template <class Tile, int BUFFERS_> struct StagedRanks {
     }
 };
 
-// In the place of a LowRank of hopper_tile.cuh: rows sorted by adapter.
-template <int BUFFERS> struct SortedRows {
+// In the place of a LowRank of hopper_tile.cuh: rows sorted by adapter, or with kInOrder as they come. Then nothing but
+// the end of a tile depends on the launch before.
+template <int BUFFERS, bool kInOrder_> struct SortedRows {
     using Call = Adapters;
     static constexpr int RANK = 0, RANK_BUFFERS = BUFFERS;
-    static constexpr bool kRides = false, kSorted = true;
+    static constexpr bool kRides = false, kPacked = false, kSorted = true, kInOrder = kInOrder_;
     using Accumulators = float[1];
 
     template <class Tile> using Staged = StagedRanks<Tile, BUFFERS>;
     template <class Tile>
     using Passes = AdapterPasses<typename Tile::T, typename Staged<Tile>::Columns, Staged<Tile>>;
 
-    // Before the main loop, which hides what it takes to get there.
+    // Before the main loop, or its end, which hides what it takes to get there.
     template <class Tile>
     static __device__ Passes<Tile> begin(const Adapters& adapters, const GemmShape& shape, const Work& work,
                                          const Consumer& self) {
         static_assert(Tile::ATOMS_M == 1, "a warp has 16 rows");
         const int n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : 0);
+        await_launch_before();
         self.sync();  // the tile before has left
         return {adapters, {n, shape.epilogue.cols}, {adapters, self}, work.m + self.row + self.warp_row(), self.lane()};
     }

@@ -21,18 +21,31 @@ struct GemmMaps {
 
 // Shared addresses of what producer and consumers pass each other.
 template <class Tile> struct Exchange {
-    uint32_t ring, lora_b, scales;
+    uint32_t ring, scales;
     RingBarriers<Tile::STAGES> barriers;
     RingBarriers<1> lora_b_barriers;
     uint32_t turns;
 
     __device__ explicit Exchange(uint32_t shared)
         : ring(shared),
-          lora_b(shared + Tile::LORA_B_AT),
           scales(shared + Tile::SCALES_AT),
           barriers{shared + Tile::BARRIERS_AT},
           lora_b_barriers{barriers.base + barriers.BYTES},
           turns(lora_b_barriers.base + lora_b_barriers.BYTES) {}
+
+    // Where lora_b is for a tile that has gone through the stages before `slot`: in the place of b in that one. A block
+    // of a cluster, which has one tile, has a place for it.
+    struct Place {
+        uint32_t address, full, empty, phase;
+    };
+    __device__ Place lora_b(const RingPosition<Tile::STAGES>& slot) const {
+        if constexpr (Tile::CLUSTER > 1) {
+            return {ring + Tile::LORA_B_AT, lora_b_barriers.full(0), lora_b_barriers.empty(0), 0};
+        } else {
+            const uint32_t address = ring + slot.stage * Tile::STAGE_BYTES + Tile::A_BYTES;
+            return {address, barriers.full(slot.stage), barriers.empty(slot.stage), slot.phase};
+        }
+    }
 
     // By one thread; a __syncthreads() must follow. Spread over the lanes of a warp it takes longer: they wait for the
     // fence one after the other.
@@ -67,20 +80,23 @@ template <class Tile> __device__ inline int missing_rows(int M) {
     return Tile::kAKMajor && M < Tile::BLOCK_M ? Tile::BLOCK_M - ceil_div(M, 8) * 8 : 0;
 }
 
-// Their zeros, in every stage, by all consumers: they make rows that are not part of D.
-template <class Tile> __device__ inline void clear_missing_rows(uint32_t ring, int M, const Consumer& self) {
+// Their zeros, and those of ranks that do not exist, in every stage, by all consumers: they make what is not part of D.
+template <class Tile> __device__ inline void clear_missing(uint32_t ring, int M, const Consumer& self) {
     constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize;
-    const int begin = (Tile::BLOCK_M - missing_rows<Tile>(M)) * Tile::SPAN;
-    if (begin == Tile::BLOCK_M * Tile::SPAN) return;
+    auto clear = [&](int begin, int end) {
 #pragma unroll 1
-    for (int stage = 0; stage < Tile::STAGES; ++stage) {
+        for (int stage = 0; stage < Tile::STAGES; ++stage) {
 #pragma unroll 1
-        for (int at = begin + (self.number * kWarpGroupSize + self.thread) * 16; at < Tile::BLOCK_M * Tile::SPAN;
-             at += THREADS * 16) {
-            const float zeros[4] = {};
-            store_shared(ring + stage * Tile::STAGE_BYTES + at, zeros);
+            for (int at = begin + (self.number * kWarpGroupSize + self.thread) * 16; at < end; at += THREADS * 16) {
+                const float zeros[4] = {};
+                store_shared(ring + stage * Tile::STAGE_BYTES + at, zeros);
+            }
         }
-    }
+    };
+    const int missing = missing_rows<Tile>(M) * Tile::SPAN;
+    if (missing == 0 && !Tile::LowRank::kPacked) return;
+    clear(Tile::A_BYTES - missing, Tile::A_BYTES);
+    if constexpr (Tile::LowRank::kPacked) clear(Tile::STAGE_BYTES - EightRanks::BYTES, Tile::STAGE_BYTES);
     fence_async_proxy();
     sync_group<3, THREADS>();
 }
@@ -90,48 +106,75 @@ template <class Tile>
 __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCallOf<Tile>* low_rank,
                                   const Schedule<Tile>& schedule, const Exchange<Tile>& exchange) {
     using LowRank = typename Tile::LowRank;
-    const int bytes = Tile::STAGE_BYTES - missing_rows<Tile>(shape.M) * Tile::SPAN;
+    const int missing = LowRank::kPacked ? EightRanks::BYTES : 0;
+    const int bytes = Tile::STAGE_BYTES - missing_rows<Tile>(shape.M) * Tile::SPAN - missing;
     RingPosition<Tile::STAGES> slot;
-    uint32_t tile_phase = 1;
 #pragma unroll 1
     for (int index = schedule.first; index < schedule.count; index += schedule.step) {
         const Work work = schedule.at(index);
         const TensorCoordinates a = work.matrix_of(shape.a), b = work.matrix_of(shape.b);
+        auto load_b = [&](int block, uint32_t stage, uint32_t full) {
+            const int k = (schedule.first_block + block) * Tile::BLOCK_K;
+            load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(stage + Tile::A_BYTES, maps.b, b, work.n, k, full,
+                                                                     shape.epilogue.cols);
+        };
+        int ahead = 0;
+        if constexpr (LowRank::kSorted && !LowRank::kInOrder) {
+            if (index == schedule.first) {  // a is being sorted, b is there
+                ahead = min_of(schedule.k_blocks, Tile::STAGES);
+#pragma unroll 1
+                for (int block = 0; block < ahead; ++block) {
+                    barrier_arrive_expect(exchange.barriers.full(block), bytes);
+                    load_b(block, exchange.ring + block * Tile::STAGE_BYTES, exchange.barriers.full(block));
+                }
+                await_launch_before();
+            }
+        }
 #pragma unroll 1
         for (int block = 0; block < schedule.k_blocks; ++block) {
             const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
             const uint32_t full = exchange.barriers.full(slot.stage);
             const int k = (schedule.first_block + block) * Tile::BLOCK_K;
-            barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
-            barrier_arrive_expect(full, bytes);
+            if (!LowRank::kSorted || block >= ahead) {
+                barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
+                barrier_arrive_expect(full, bytes);
+                load_b(block, stage, full);
+            }
             load_operand<Tile::kAKMajor, Tile::BLOCK_M>(stage, maps.a, a, work.m, k, full);
-            load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(stage + Tile::A_BYTES, maps.b, b, work.n, k, full,
-                                                                     shape.epilogue.cols);
-            if constexpr (LowRank::kRides) {
+            if constexpr (LowRank::kPacked) {
+                tma_load(stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {0, k / 8, 0, 0, 0}, full);
+            } else if constexpr (LowRank::kRides) {
                 load_operand<LowRank::kAKMajor, LowRank::RANK, 1, LowRank::RANK>(
                     stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {}, 0, k, full);
             }
             slot.advance();
         }
         if constexpr (LowRank::RANK > 0) {
-            constexpr int EXTENT = Tile::SHARE * Tile::PARTS;
             const int n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : 0);
-            const uint32_t full = exchange.lora_b_barriers.full(0);
-            barrier_wait(exchange.lora_b_barriers.empty(0), tile_phase);
-            barrier_arrive_expect(full, EXTENT * LowRank::RANK * 2);
-            load_operand<LowRank::kBKMajor, EXTENT, Tile::PARTS, Tile::BOX_COLS, LowRank::RANK * 2>(
-                exchange.lora_b, low_rank->b, {}, n, 0, full, shape.epilogue.cols);
-            tile_phase ^= 1;
+#pragma unroll 1
+            for (int rank = 0; rank < low_rank->rank; rank += LowRank::RANK) {
+                const auto place = exchange.lora_b(slot);
+                barrier_wait(place.empty, place.phase ^ 1);
+                barrier_arrive_expect(place.full, Tile::LORA_B_BYTES);
+                load_operand<LowRank::kBKMajor, Tile::SHARE * Tile::PARTS, Tile::PARTS, Tile::BOX_COLS,
+                             LowRank::RANK * 2>(place.address, low_rank->b, {}, n, rank, place.full,
+                                                shape.epilogue.cols);
+                slot.advance();
+            }
         }
     }
 }
 
 // acc = a @ b, and y = a @ lora_a if it rides, over the next k_blocks stages. One batch of products stays in
-// flight: a stage is let go when those of the next have been issued.
-template <class Tile>
+// flight: a stage is let go when those of the next have been issued. before_end() is called when all have been.
+// `continues`: acc has sums of stages before.
+struct Nothing {
+    __device__ void operator()() const {}
+};
+template <class Tile, class BeforeEnd = Nothing>
 __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typename Tile::LowRank::Accumulators& y,
                                        RingPosition<Tile::STAGES>& slot, int k_blocks, const Exchange<Tile>& exchange,
-                                       const Consumer& self) {
+                                       const Consumer& self, BeforeEnd before_end = {}, bool continues = false) {
     using A = typename Tile::OperandA;
     using B = typename Tile::OperandB;
     using LowRank = typename Tile::LowRank;
@@ -144,7 +187,7 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Tile::K_STEPS; ++step) {
-            const bool accumulate = block > 0 || step > 0;
+            const bool accumulate = block > 0 || step > 0 || continues;
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M; ++i) {
                 WgmmaAtom<typename Tile::T, Tile::BLOCK_N, Tile::kAKMajor, Tile::kBKMajor>::multiply(
@@ -164,6 +207,7 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
         slot.advance();
     }
     if constexpr (Tile::kPingPong) self.end_turn();
+    before_end();
     wgmma_wait<0>();
     if (k_blocks > 0 && self.leads()) barrier_arrive(exchange.barriers.empty(previous));
 #pragma unroll
@@ -213,6 +257,8 @@ __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typena
     cluster_arrive();  // and have been read
 }
 
+constexpr int kLastBlocks = 8;  // of K, during which the adapters of rows in order are looked at
+
 // A consumer warpgroup: its tiles, one after the other.
 template <class Tile, class Params>
 __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params,
@@ -221,43 +267,51 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
     constexpr int TURNS = Tile::kPingPong ? 2 : 1;
     const int begin = Tile::kPingPong ? self.number : 0, k_blocks = schedule.k_blocks;
     uint32_t turn_phase = self.number ^ 1;  // the first turn of consumer 0 is its own
-    uint32_t tile_phase = 0;
     RingPosition<Tile::STAGES> slot;
     slot.skip(begin * k_blocks);
-    clear_missing_rows<Tile>(exchange.ring, params.shape.M, self);
+    clear_missing<Tile>(exchange.ring, params.shape.M, self);
 #pragma unroll 1
     for (int index = schedule.first + begin * schedule.step; index < schedule.count; index += TURNS * schedule.step) {
         typename Tile::Accumulators acc;
         typename Tile::LowRank::Accumulators y;
+        Work work = schedule.at(index);
+        auto read_made_y = [&](int first) {
+            if constexpr (Tile::LowRank::RANK > 0 && !Tile::LowRank::kRides) {
+                const int row = work.m + self.row, M = params.shape.M;
+                await_launch_before();
+                read_y<Tile>(y, *low_rank, first, int64_t(work.number) * M + row, M - row, self);
+            }
+        };
         if (k_blocks == 0) {
 #pragma unroll
             for (int i = 0; i < Tile::ATOMS_M * Tile::BLOCK_N / 2; ++i) acc[0][i] = 0;
 #pragma unroll
             for (int i = 0; i < Tile::LowRank::RANK / 2; ++i) y[i] = 0;
         }
-        Work work = schedule.at(index);
-        if constexpr (Tile::LowRank::RANK > 0 && !Tile::LowRank::kRides) {
-            const int row = work.m + self.row, M = params.shape.M;
-            read_y<Tile>(y, *low_rank, int64_t(work.number) * M + row, M - row, self);
-        }
         const int share_n = Tile::CLUSTER > 1 ? work.n + cluster_rank() * Tile::SHARE : work.n;
         const TileBias<Tile> bias(params, work, share_n, self);
+        const int apart = Tile::LowRank::kInOrder ? max_of(k_blocks - kLastBlocks, 0) : 0;
+        if constexpr (Tile::LowRank::kInOrder) multiply_stages<Tile>(acc, y, slot, apart, exchange, self);
         auto passes = Tile::LowRank::template begin<Tile>(*low_rank, params.shape, work, self);
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
         if constexpr (Tile::Scaling::kPromotes) {
             Tile::Scaling::template multiply<Tile>(acc, params, work, schedule.first_block, slot, k_blocks, exchange, self);
         } else {
-            multiply_stages<Tile>(acc, y, slot, k_blocks, exchange, self);
+            multiply_stages<Tile>(acc, y, slot, k_blocks - apart, exchange, self, [&] { read_made_y(0); }, apart > 0);
         }
         using Epilogue = typename Tile::Epilogue;
         const auto epilogue = Tile::Scaling::template epilogue<Epilogue>(params, work.batch, alpha, work.m_end);
         auto finish = [&](typename Tile::Finished& sum) {
             if constexpr (Tile::LowRank::RANK > 0) {
-                barrier_wait(exchange.lora_b_barriers.full(0), tile_phase);
-                add_rank_product<Tile>(sum, y, *low_rank, exchange.lora_b, self);
-                self.sync();
-                if (self.leads()) barrier_arrive(exchange.lora_b_barriers.empty(0));
-                tile_phase ^= 1;
+#pragma unroll 1
+                for (int first = 0; first < low_rank->rank; first += Tile::LowRank::RANK) {
+                    if (first > 0) read_made_y(first);
+                    const auto place = exchange.lora_b(slot);
+                    barrier_wait(place.full, place.phase);
+                    add_rank_product<Tile>(sum, y, *low_rank, place.address, self);
+                    if (self.leads()) barrier_arrive(place.empty);
+                    slot.advance();
+                }
             }
             if constexpr (Tile::LowRank::kSorted) {
                 Tile::LowRank::template finish<Tile>(passes, sum, epilogue, alpha, params, *low_rank, work, self);
@@ -279,6 +333,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         turn_phase ^= 1;
     }
     if (self.leads()) tma_store_wait_read();  // the block's memory ends with it
+    await_launch_before();  // if this one has not: the next launch waits for this one alone
 }
 
 // What the block is to do; a grouped product looks at its offsets first.
@@ -299,6 +354,7 @@ template <class Tile, class Params>
 __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, const LowRankCallOf<Tile>* low_rank,
                                 int raster_group, const GroupOffsets* groups = nullptr) {
     extern __shared__ __align__(1024) char shared[];
+    start_next_launch();
     const Exchange<Tile> exchange(shared_address(shared));
     if (threadIdx.x == 0) {
         exchange.init();

@@ -1,11 +1,12 @@
-// The low-rank part of a tile of the Hopper GEMM: acc += scaling * (a @ lora_a) @ lora_b.
+// The low-rank part of a tile of the Hopper GEMM: acc += scaling * (a @ lora_a) @ lora_b, RANK ranks at a time.
 //
 // y = a @ lora_a comes from memory, or it is made here: then the columns of lora_a ride along the K loop as one more
-// narrow operand. Either way a thread has it in registers as wgmma leaves it, which is how wgmma of TF32 takes a first
-// operand. lora_b fits TF32 exactly, and y goes in as the sum of two TF32 values, to 22 bits.
+// narrow operand. Either way a thread has it in registers as wgmma leaves it, and that is how wgmma takes a first
+// operand of 16 bits: y goes in as a sum of values of lora_b's own type. lora_b comes through the ring, in one more
+// stage after those of K, or in more if its ranks are more than RANK. These do not ride, nor has a cluster room for them.
 #pragma once
 #include "hopper_tile.cuh"
-#include "split_tf32.cuh"
+#include "rank_parts.cuh"
 
 namespace rawops {
 
@@ -19,16 +20,16 @@ struct LowRankCall {
     float scaling;
 };
 
-// y from memory: the consumer's rows, of which `rows` exist, begin at first_row.
+// y from memory, RANK ranks from `first` on: the consumer's rows, of which `rows` exist, begin at first_row.
 template <class Tile>
-__device__ inline void read_y(typename Tile::LowRank::Accumulators& y, const LowRankCall& low_rank, int64_t first_row,
-                              int rows, const Consumer& self) {
+__device__ inline void read_y(typename Tile::LowRank::Accumulators& y, const LowRankCall& low_rank, int first,
+                              int64_t first_row, int rows, const Consumer& self) {
     const int lane = self.lane(), row = self.warp_row() + lane / 4;
 #pragma unroll
     for (int j = 0; j < Tile::LowRank::RANK / 8; ++j) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int rank = j * 8 + lane % 4 * 2, left = row + half * 8 < rows ? low_rank.rank - rank : 0;
+            const int rank = first + j * 8 + lane % 4 * 2, left = row + half * 8 < rows ? low_rank.rank - rank : 0;
             const float* from = low_rank.y + (first_row + row + half * 8) * low_rank.y_row + rank;
             const float2 pair = left > 0 ? *reinterpret_cast<const float2*>(from) : float2{0, 0};
             y[j * 4 + half * 2] = pair.x;
@@ -37,92 +38,113 @@ __device__ inline void read_y(typename Tile::LowRank::Accumulators& y, const Low
     }
 }
 
-// Sixteen ranks of lora_b as a K-major TF32 operand, and once more without infinities for the low part of y. The order
-// of the ranks is free as long as both operands share it: here ranks 2t and 2t + 1 of eight take the places t and
-// t + 4. That is how a thread has them, of y in its accumulators and of lora_b from ldmatrix.
-template <class Tile> struct WideLoraB {
+// scaling * y as sums of values of T, for each sixteen ranks, and what the thread's rows g and g + 8 are to be
+// multiplied with for that: 1 but for float16 whose range they leave.
+template <class T, int RANK> struct RankFragments {
+    RankParts<T> slices[RANK / 16];
+    float factor[2] = {1, 1};
+
+    __device__ RankFragments(const float (&y)[RANK / 2], float scaling) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if constexpr (is_same<T, __half>) choose_factor(half, y, scaling);
+            const float scale = scaling * factor[half];
+#pragma unroll
+            for (int slice = 0; slice < RANK / 16; ++slice) {
+                const float* own = y + slice * 8 + half * 2;
+                float four[4] = {scale * own[0], scale * own[1], scale * own[4], scale * own[5]};
+                slices[slice].cut(half, four);
+            }
+        }
+    }
+    // The largest entry of a row is to lie in 2^-3 .. 2^15.
+    __device__ void choose_factor(int half, const float (&y)[RANK / 2], float scaling) {
+        uint32_t largest = 0;
+#pragma unroll
+        for (int i = 0; i < RANK / 4; ++i) {
+            largest = max(largest, __float_as_uint(scaling * y[i / 2 * 4 + half * 2 + i % 2]) & 0x7fffffff);
+        }
+        largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+        const int exponent = largest >> 23;
+        if ((exponent < 124 && largest != 0) || exponent > 141) {
+            factor[half] = __uint_as_float((254 + 14 - clamp(exponent, 97, 254)) << 23);
+        }
+    }
+    __device__ bool is_scaled() const { return factor[0] != 1 || factor[1] != 1; }
+};
+
+// The columns of lora_b that belong to a tile as TMA has brought them, RANK ranks.
+template <class Tile> struct StagedLoraB {
+    using T = typename Tile::T;
     using LowRank = typename Tile::LowRank;
-    using Operand = WgmmaOperand<true, 32, 64>;
-    static constexpr int COLS = Tile::SHARE * Tile::PARTS, BYTES = COLS * 64;  // of each of the two
+    static constexpr int COLS = Tile::SHARE * Tile::PARTS;
+    static constexpr int STEP = Tile::CONSUMERS * kWarpGroupSize * 16;
+    using Operand = WgmmaOperand<LowRank::kBKMajor, LowRank::RANK, LowRank::kBKMajor ? LowRank::RANK * 2 : Tile::BOX_COLS * 2>;
 
     uint32_t address;
 
-    // From the tile as TMA brings it, by the threads of a consumer.
-    __device__ void fill(uint32_t tile, int slice, const Consumer& self) const {
-        constexpr int ATOMS = COLS / 8, GROUP = ATOMS % 4 == 0 ? 4 : 2;  // that one ldmatrix reads
-        const int lane = self.lane();
-#pragma unroll 1
-        for (int j = self.thread / kWarpSize * GROUP; j < ATOMS; j += 4 * GROUP) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                uint32_t pairs[4];
-                ldmatrix<!LowRank::kBKMajor>(pairs, narrow_row(tile, slice * 2 + half, j + lane / 8 % GROUP, lane));
-#pragma unroll
-                for (int part = 0; part < GROUP; ++part) {
-                    const auto* pair = reinterpret_cast<const typename Tile::T*>(&pairs[part]);
-#pragma unroll
-                    for (int place = 0; place < 2; ++place) {
-                        const uint32_t to = address + lane % 4 * 4 +
-                                            swizzled_offset<64>((j + part) * 8 + lane / 4, half * 2 + place);
-                        const float b = widen(pair[place]);
-                        store_shared(to, b);
-                        store_shared(to + BYTES, finite_or_zero(b));
-                    }
-                }
-            }
+    // Tells all threads of a consumer whether there is an infinity or a NaN.
+    __device__ bool is_non_finite(const Consumer& self) const {
+        constexpr uint32_t kUnit = is_same<T, __half> ? 0x04000400 : 0x00800080;  // the exponent's last bit
+        uint32_t found = 0;
+#pragma unroll 4
+        for (int at = self.thread * 16; at < Tile::LORA_B_BYTES; at += kWarpGroupSize * 16) {
+            const uint4 eight = load_quad(address + at);
+            found |= (eight.x & 0x7fff7fff) + kUnit | (eight.y & 0x7fff7fff) + kUnit;
+            found |= (eight.z & 0x7fff7fff) + kUnit | (eight.w & 0x7fff7fff) + kUnit;
         }
+        return sync_group_or<kWarpGroupSize>(1 + self.number, found & 0x80008000);
     }
-
-private:
-    // The row that this lane names to ldmatrix, for eight ranks and the columns of atom j.
-    static __device__ uint32_t narrow_row(uint32_t tile, int rank_atom, int j, int lane) {
-        if constexpr (LowRank::kBKMajor) {
-            return tile + swizzled_offset<LowRank::RANK * 2>(j * 8 + lane % 8, rank_atom);
-        } else {
-            constexpr int BOX = Tile::BOX_COLS, ROW_BYTES = BOX * 2;
-            return tile + j * 8 / BOX * (LowRank::RANK * ROW_BYTES) +
-                   swizzled_offset<ROW_BYTES>(rank_atom * 8 + lane % 8, j * 8 % BOX / 8);
+    // Makes them 0, when no product of any consumer reads them any more.
+    __device__ void make_finite(const Consumer& self) const {
+        sync_group<3, Tile::CONSUMERS * kWarpGroupSize>();
+#pragma unroll 1
+        for (int at = (self.number * kWarpGroupSize + self.thread) * 4; at < Tile::LORA_B_BYTES; at += STEP / 4) {
+            store_word(address + at, finite_or_zero<T>(load_word(address + at)));
         }
+        fence_async_proxy();
+        sync_group<3, Tile::CONSUMERS * kWarpGroupSize>();
     }
 };
 
-// acc += scaling * y @ lora_b, sixteen ranks at a time. The consumer's staging tile lends its memory.
+// acc += scaling * y @ lora_b, RANK ranks of both. An infinite entry of lora_b meets the first of the parts of y alone: times one that is 0
+// it would make a NaN.
 template <class Tile>
 __device__ inline void add_rank_product(typename Tile::Finished& acc, const typename Tile::LowRank::Accumulators& y,
-                                        const LowRankCall& low_rank, uint32_t lora_b, const Consumer& self) {
-    using Wide = WideLoraB<Tile>;
-    const Wide wide{shared_address(self.staging)};
-    const uint64_t whole = Wide::Operand::descriptor(wide.address);
-    const uint64_t finite = Wide::Operand::descriptor(wide.address + Wide::BYTES);
-    const int slices = ceil_div(low_rank.rank, 16);
-    if (self.leads()) tma_store_wait_read();  // of the tile before
-#pragma unroll 1
-    for (int slice = 0; slice < slices; ++slice) {
-        uint32_t high[2][4], low[2][4];
+                                        const LowRankCall& low_rank, uint32_t address, const Consumer& self) {
+    using T = typename Tile::T;
+    using LowRank = typename Tile::LowRank;
+    using Staged = StagedLoraB<Tile>;
+    const Staged staged{address};
+    const uint64_t lora_b = Staged::Operand::descriptor(address);
+    RankFragments<T, LowRank::RANK> fragments(y, low_rank.scaling);
+    auto multiply_rows = [&](const float (&factor)[2]) {
 #pragma unroll
-        for (int candidate = 0; candidate < Tile::LowRank::RANK / 16; ++candidate) {  // registers have no index
-            if (candidate != slice) continue;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int place = i % 2 * 2 + i / 2 % 2;
-                split_tf32(high[i / 4][place], low[i / 4][place], low_rank.scaling * y[candidate * 8 + i]);
-            }
-        }
-        self.sync();
-        wide.fill(lora_b, slice, self);
-        fence_async_proxy();
-        self.sync();
+        for (int i = 0; i < Staged::COLS / 2; ++i) acc[0][i] *= factor[i / 2 % 2];
+    };
+    auto multiply = [&](int part) {
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-            using Product = Wgmma<Wide::COLS>;
-            Product::multiply(acc[0], high[step], Wide::Operand::advance(whole, 0, step));
-            Product::multiply(acc[0], low[step], Wide::Operand::advance(finite, 0, step));
+        for (int slice = 0; slice < LowRank::RANK / 16; ++slice) {
+            Wgmma<Staged::COLS>::template multiply<T, LowRank::kBKMajor>(
+                acc[0], fragments.slices[slice].values[part], Staged::Operand::advance(lora_b, 0, slice), 1);
         }
         wgmma_commit();
+    };
+
+    const bool scaled = __any_sync(~0u, fragments.is_scaled());
+    if (scaled) multiply_rows(fragments.factor);
+    multiply(0);
+    if (staged.is_non_finite(self)) {
         wgmma_wait<0>();
+        staged.make_finite(self);
     }
+#pragma unroll
+    for (int part = 1; part < RankParts<T>::COUNT; ++part) multiply(part);
+    wgmma_wait<0>();
     hold(acc[0]);
+    if (scaled) multiply_rows({1 / fragments.factor[0], 1 / fragments.factor[1]});
 }
 
 }  // namespace rawops

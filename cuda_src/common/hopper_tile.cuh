@@ -1,6 +1,7 @@
 // What a block of the Hopper GEMM computes at a time, where it keeps it, and who works on it.
 #pragma once
 #include "groups.cuh"
+#include "launches.cuh"
 #include "wgmma.cuh"
 
 namespace rawops {
@@ -17,21 +18,42 @@ enum Finish : int {
 struct LowRankCall;
 struct NotSorted {
     using Call = LowRankCall;
-    static constexpr bool kSorted = false;
+    static constexpr bool kSorted = false, kInOrder = false;
     static constexpr int RANK_BUFFERS = 0;
     template <class Tile, class... Arguments> static __device__ int begin(const Arguments&...) { return 0; }
 };
 
+// How lora_a comes where it rides. The numbers are those of _gemm_sm90_specs.py.
+enum LoraA : int {
+    kByRank,  // rows of ranks
+    kByK,     // rows along K
+    kEights,  // rows of eight ranks without gaps, which TMA reads as rows of 64
+};
+
+// The last of these in shared memory: core matrices of 8 along K, 16 bytes each, and those of the ranks 8 .. 15 of a
+// stage behind, which are zero.
+struct EightRanks {
+    static constexpr int BYTES = 64 * 16;
+    static __device__ uint64_t descriptor(uint32_t address) {
+        return uint64_t(BYTES >> 4) << 32 | uint64_t(128 >> 4) << 16 | (address & 0x3ffff) >> 4;
+    }
+    static __device__ uint64_t advance(uint64_t descriptor, int, int k_steps) { return descriptor + k_steps * (256 >> 4); }
+};
+
+template <bool kFirst, class First, class Second> struct Choice { using Type = First; };
+template <class First, class Second> struct Choice<false, First, Second> { using Type = Second; };
+
 // A low-rank part y @ lora_b with y = a @ lora_a, up to RANK ranks; see hopper_low_rank.cuh. kRides: y is made here.
-template <int RANK_, bool kRides_, bool kAKMajor_, bool kBKMajor_> struct LowRank : NotSorted {
+template <int RANK_, bool kRides_, int kLoraA, bool kBKMajor_> struct LowRank : NotSorted {
     static constexpr int RANK = RANK_;
-    static constexpr bool kRides = kRides_, kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
-    using OperandA = WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>;
+    static constexpr bool kRides = kRides_, kPacked = kLoraA == kEights, kAKMajor = kLoraA == kByK, kBKMajor = kBKMajor_;
+    using OperandA = typename Choice<kPacked, EightRanks, WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>>::Type;
     using Accumulators = float[RANK / 2];
+    static_assert(!kPacked || (kRides && RANK == 16), "eight ranks and as many zeros");
 };
 struct NoLowRank : NotSorted {
     static constexpr int RANK = 0;
-    static constexpr bool kRides = false;
+    static constexpr bool kRides = false, kPacked = false;
     using Accumulators = float[1];
 };
 
@@ -96,9 +118,9 @@ struct HopperTile {
     // other's main loop for it stages a few columns at a time, and leaves the memory to the ring.
     static constexpr int PASS_COLS = kPingPong ? min_of(SHARE, 32) : SHARE, PASSES = ceil_div(SHARE, PASS_COLS);
     static constexpr int BOX_COLS = SHARE % 64 == 0 && !kPingPong ? 64 : SHARE % 32 == 0 ? 32 : 16;
-    // Before that, the place holds sixteen ranks of lora_b: twice, as TF32, or in buffers of each warp, as they are.
     static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2;
-    static constexpr int RANK_BYTES = SHARE * PARTS * 128 * max_of(LowRank::RANK_BUFFERS, LowRank::RANK > 0);
+    // Before that, the place holds sixteen ranks of adapters for each warp.
+    static constexpr int RANK_BYTES = SHARE * PARTS * 128 * LowRank::RANK_BUFFERS;
     static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * PASS_COLS * 2, RANK_BYTES);
     // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
     using Slab = SharedTile<typename Epilogue::Value, 16, 32>;
@@ -106,8 +128,10 @@ struct HopperTile {
     static constexpr int SLABS_BYTES =  // of a consumer; or the bias of its columns
         kFinish == kPlain ? 0 : kFinish == kBiased ? SHARE * PARTS * 4 : 4 * Slab::BYTES;
 
-    // Shared memory: the ring, the columns of lora_b, staging tiles and slabs of the consumers, the barriers.
-    static constexpr int LORA_B_AT = STAGES * STAGE_BYTES, STAGING_AT = LORA_B_AT + LowRank::RANK * SHARE * PARTS * 2;
+    // Shared memory: the ring, staging tiles and slabs of the consumers, the barriers. RANK ranks of lora_b go through
+    // the ring, too; in a cluster, where that lends its memory, they have a place of their own.
+    static constexpr int LORA_B_BYTES = LowRank::RANK * SHARE * PARTS * 2;
+    static constexpr int LORA_B_AT = STAGES * STAGE_BYTES, STAGING_AT = LORA_B_AT + (CLUSTER > 1 ? LORA_B_BYTES : 0);
     static constexpr int SLABS_AT = STAGING_AT + CONSUMERS * STAGING_BYTES;
     static constexpr int BARRIERS_AT = SLABS_AT + CONSUMERS * SLABS_BYTES;
     // If there are any, the table of the groups or the scales of each stage.

@@ -89,6 +89,11 @@ class CudaDevice:
 
         return runtime.getDeviceProperties(self.ordinal)["name"].decode()
 
+    @functools.cached_property
+    def launch_early(self) -> EarlyLaunch:
+        """As launch_kernel, for a kernel that may begin before the launch before it is complete."""
+        return EarlyLaunch()
+
     def holds(self, x) -> bool:
         """Tell whether a CuPy array is in this device's memory, in the byte order that a kernel reads."""
         return x.data.device_id == self.ordinal and x.dtype.isnative
@@ -151,11 +156,12 @@ class CudaFunction:
             self._function = self._module.get_function(compiled.lowered)
         self._pointer = self._function.ptr
 
-    def launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+    def launch(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> None:
         """Launch on CuPy's current stream of the device; the current device stays what it was.
 
-        All in one function, since a call of another one costs a good part of what is done here. Each thread has its
-        own buffer, which the driver reads without Python's lock.
+        An `early` launch begins when the one before says so, where the GPU can: see common/launches.cuh. All in one
+        function, since a call of another one costs a good part of what is done here. Each thread has its own buffer,
+        which the driver reads without Python's lock.
         """
         try:
             buffer, table = self._local.arguments
@@ -172,7 +178,8 @@ class CudaFunction:
             device.set_current(self._ordinal)
         try:
             stream = device.get_stream().ptr
-            device.launch_kernel(self._pointer, grid_x, grid_y, grid_z, x, y, z, shared_bytes, stream, table, 0)
+            launch = device.launch_early if early and device.capability >= 90 else device.launch_kernel
+            launch(self._pointer, grid_x, grid_y, grid_z, x, y, z, shared_bytes, stream, table, 0)
         finally:
             if elsewhere:
                 device.set_current(current)
@@ -190,6 +197,28 @@ class CudaFunction:
             if shared_bytes > self._shared_limit:
                 self.device.set_attribute(self._pointer, _MAX_DYNAMIC_SHARED, shared_bytes)
                 self._shared_limit = shared_bytes
+
+
+class EarlyLaunch:
+    """`driver.launchKernel` of CuPy with programmatic stream serialization, which CuPy cannot ask for."""
+
+    _CONFIG = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes; stream, attributes, their number
+    _ATTRIBUTE = struct.pack("<I4xi60x", 6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: allowed
+
+    def __init__(self) -> None:
+        from cupy.cuda import driver
+
+        self._error = driver.CUDADriverError
+        self._attribute = ctypes.create_string_buffer(self._ATTRIBUTE)
+        self._attributes = ctypes.addressof(self._attribute)
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._launch.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3]
+
+    def __call__(self, function, grid_x, grid_y, grid_z, x, y, z, shared_bytes, stream, arguments, extra) -> None:
+        sizes = (grid_x, grid_y, grid_z, x, y, z, shared_bytes)
+        status = self._launch(self._CONFIG.pack(*sizes, stream, self._attributes, 1), function, arguments, extra)
+        if status:
+            raise self._error(status)
 
 
 def check_shared(device, compiled: compiler.Compiled, shared_bytes: int) -> None:
@@ -287,7 +316,7 @@ class EmulatedFunction:
         self.device, self.compiled, self._layout = device, compiled, Layout(compiled.parameters)
         self.program = device.emulator.Program.parse(compiled.ptx, compiled.lowered)
 
-    def launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+    def launch(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> None:
         """Run with values in parameter order: ints, floats, and bytes for structs."""
         check_shared(self.device, self.compiled, shared_bytes)
         report = self.device.emulator.emulate_launch(

@@ -116,7 +116,7 @@ class Function:
     ----------
     launch : callable
         Takes grid, block, values in C++ parameter order (ints for pointers, numbers, bytes for structs) and
-        ``shared_bytes=0``. It changes when a source is edited: look it up anew for every launch.
+        ``shared_bytes=0, early=False``. It changes when a source is edited: look it up anew for every launch.
     loaded : CudaFunction or EmulatedFunction
         The code on the device, with the `compiled` that it is from: for values converted by its parameters.
     outdated : bool
@@ -146,9 +146,9 @@ class Function:
     def _use(self, loaded) -> None:
         self.loaded, self.launch, self.outdated = loaded, loaded.launch, False
 
-    def _refresh_and_launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+    def _refresh_and_launch(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> None:
         self.refresh()
-        self.loaded.launch(grid, block, values, shared_bytes)
+        self.loaded.launch(grid, block, values, shared_bytes, early)
 
 
 class KernelSpec:

@@ -119,7 +119,7 @@ class PaperFunction:
     def __init__(self, device: PaperDevice, compiled: compiler.Compiled) -> None:
         self.device, self.compiled = device, compiled
 
-    def launch(self, grid, block, values: tuple, shared_bytes: int = 0) -> None:
+    def launch(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> None:
         devices.check_shared(self.device, self.compiled, shared_bytes)
         resources = self.compiled.resources
         total = shared_bytes + resources.shared_bytes

@@ -1,0 +1,84 @@
+"""x @ a in float32 on Hopper, a launch beside which the product that reads it begins."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from rawops._gemm_maps import encode, k_major, map_of
+from rawops._gemm_sm90_specs import RANKS
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+
+_ROWS, _THREADS = 64, 384  # of a tile, of a block
+
+_NARROW = ParamStruct(
+    "NarrowParams",
+    x="tensormap",
+    **dict.fromkeys(("a", "y"), "pointer"),
+    **dict.fromkeys(("a_row", "a_col", "y_row"), "int64"),
+    **dict.fromkeys(("M", "K", "rank", "batches"), "int32"),
+    **dict.fromkeys(("extent_0", "extent_1", "extent_2", "moves_0", "moves_1", "moves_2"), "int32"),
+)
+NARROW = KernelSpec(
+    source="lora_narrow_sm90.cu",
+    entry="rawops::lora_narrow_sm90",
+    template=("dtype", "ranks", "x_by_k", "a_by_k"),
+    choices={
+        "dtype": ("float16", "bfloat16"),
+        "ranks": RANKS,
+        "x_by_k": (True, False),
+        "a_by_k": (True, False),
+    },
+    smoke=(
+        {"dtype": "float16", "ranks": 16, "x_by_k": True, "a_by_k": False},
+        {"dtype": "bfloat16", "ranks": 64, "x_by_k": True, "a_by_k": True},
+        {"dtype": "bfloat16", "ranks": 32, "x_by_k": False, "a_by_k": False},
+    ),
+    min_arch=90,
+    max_arch=90,
+    params=_NARROW,
+)
+
+
+class NarrowProduct:
+    """y = x @ a in float32, for x and a that TMA can read: a pass over x on all SMs.
+
+    A large product launched behind begins on the SMs that this one leaves.
+
+    Parameters
+    ----------
+    device : Device
+    x, a : Operand
+        x with three batch axes of `extents`, M rows each; a is (K, rank).
+    M, K, rank : int
+    extents : tuple of 3 int
+    y_row : int
+        Row stride of y, which has the rows of all batches.
+    """
+
+    def __init__(self, device, x, a, M: int, K: int, rank: int, extents: tuple, y_row: int) -> None:
+        x_by_k, a_by_k = k_major(x, M, K, x.row, x.col), k_major(a, rank, K, a.col, a.row)
+        ranks = next((step for step in RANKS if step >= rank), RANKS[-1])
+        self._kernel = NARROW.kernel(device, dtype=x.dtype, ranks=ranks, x_by_k=x_by_k, a_by_k=a_by_k)
+        batches = math.prod(extents)
+        self._grid = min(batches * -(-M // _ROWS), device.sm_count), -(-rank // ranks), 1
+        self._shared_bytes = _shared_bytes(ranks, a_by_k)
+        moves = [int(n > 1 and s != 0) for n, s in zip(extents, x.batch, strict=True)]
+        self._numbers = a.row, a.col, y_row, M, K, rank, batches, *extents, *moves
+        describe = [map_of(x, (M, x.row), (K, x.col), x_by_k, _ROWS, 64, extents)]
+        self._map = functools.lru_cache(maxsize=64)(lambda address: encode(device, describe, (address,))[0])
+
+    def run(self, x: int, a: int, y: int, early: bool = False) -> None:
+        """Launch on these addresses.
+
+        With `early` it may begin beside the launch before, which must neither write x or a nor use the memory of y.
+        """
+        params = _NARROW.pack(self._map(x), a, y, *self._numbers)
+        self._kernel.launch(self._grid, (_THREADS, 1, 1), (params,), self._shared_bytes, early)
+
+
+def _shared_bytes(ranks: int, a_by_k: bool) -> int:
+    row_bytes, rows = (128, ranks) if a_by_k else (2 * ranks, 64)
+    stage = -(-(_ROWS * 128 + rows * (row_bytes + 16)) // 1024) * 1024
+    stages = min((192 << 10) // stage, 14)
+    return stages * (stage + 16) + _ROWS * ranks * 4
