@@ -9,16 +9,18 @@
 
 namespace rawops {
 
-template <class T_, class Stored, int HEAD_DIM_, int ACCESS, int WARPS_, int STAGES_, int BLOCKS_, bool kRagged_>
+template <class T_, class Stored, int HEAD_DIM_, int ACCESS, int ROWS_, int WARPS_, int STAGES_, int BLOCKS_, bool kRagged_>
 struct PagedShape {
     using T = T_;
     using Tile = TokenTile<Stored, HEAD_DIM_, ACCESS>;
-    static constexpr int HEAD_DIM = HEAD_DIM_, WARPS = WARPS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
+    static constexpr int HEAD_DIM = HEAD_DIM_, ROWS = ROWS_, WARPS = WARPS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
     static constexpr int THREADS = WARPS * kWarpSize;
     static constexpr bool kRagged = kRagged_;
     static constexpr int RING_BYTES = STAGES * Tile::BYTES;  // of a warp
-    static constexpr int SPARE_ROWS = HEAD_DIM <= 128 ? 4 : 0;  // of each warp's sums that have memory of their own
-    static_assert(Tile::BYTES >= kItemRows * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
+    // Of each warp's sums that have memory of their own. With 8 bits it goes to more warps.
+    static constexpr int SPARE_ROWS = HEAD_DIM <= 128 && !Tile::kScaled ? 4 : 0;
+    static constexpr int AT_ONCE = WARPS * BLOCKS > 8 ? 9 : 17;  // as registers allow
+    static_assert(Tile::BYTES >= ROWS * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
 };
 
 template <class Shape> class PagedBlock {
@@ -27,9 +29,11 @@ public:
     using Tile = typename Shape::Tile;
     using Place = rawops::Place<Tile::TOKENS, Shape::kRagged>;
     using Rows = ItemRows<Tile::TOKENS, Shape::kRagged>;
-    static constexpr int STEPS = Shape::HEAD_DIM / 16, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
+    using State = RowState<T, Tile, Shape::ROWS>;
+    using Query = typename State::Query;
+    static constexpr int STEPS = State::STEPS, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
 
-    __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, uint4* queries_, char* rings)
+    __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, Query* queries_, char* rings)
         : params(p),
           queries(queries_),
           end(p, meeting),
@@ -45,7 +49,7 @@ public:
           ahead(schedule.begin),
           ahead_left(schedule.count - warp) {
         if (ahead_left > 0) ahead.advance(params.work, capacity, warp);
-        ahead_page = find_page();
+        look_up(wanted[0]);
     }
 
     // An item's sums are put together while the next one's first tiles and queries are on their way.
@@ -74,28 +78,42 @@ public:
     }
 
 private:
-    using QueryPart = uint32_t[ceil_div(STEPS, WARPS)][4];
+    using QueryPart = Query[ceil_div(STEPS, WARPS)];
 
     const PagedParams& params;
-    uint4* queries;  // A fragments of the item's rows, by step and lane
-    ItemEnd<T, Tile, WARPS, Shape::kRagged> end;
+    Query* queries;  // of the item's rows, by step and lane
+    ItemEnd<T, Tile, Shape::ROWS, WARPS, Shape::AT_ONCE, Shape::kRagged> end;
     const int warp, lane, capacity;
     const Schedule<Tile::TOKENS, WARPS, Shape::kRagged> schedule;
     const uint32_t ring, spare;
     uint32_t read, filled;  // the slots that were read and filled last
     int empty;              // how many from the one after `filled` on wait for a tile
-    Place ahead;  // the tile that is fetched next
-    int ahead_left, ahead_page;
-    RowState<T, Tile> state;
+    // The tiles that are fetched next, as many as the ring holds once the first is on its way: where much is being copied,
+    // a look into the table takes long.
+    struct Wanted {
+        int page, token, head;  // the page is that of this lane's token; no head: no tile
+    };
+    Wanted wanted[STAGES];
+    Place ahead;  // the tile after them
+    int ahead_left;
+    bool has_begun = false;
+    State state;
 
     // --- the ring ---
 
-    // The page of this lane's token, none if the token is not to be read.
-    __device__ int find_page() const {
-        if (ahead_left <= 0) return -1;
-        const int token = ahead.sequence.first_token(ahead.tile) + lane % Tile::TOKENS;
-        if (token < ahead.sequence.first_key || token >= ahead.sequence.length) return -1;
-        return params.pool.block_table[ahead.b * params.pool.table_stride + (token >> params.pool.page_shift)];
+    // Finds the next tile, and where this lane's token of it lies: no page if the token is not to be read.
+    __device__ void look_up(Wanted& next) {
+        next = {-1, 0, -1};
+        if (ahead_left <= 0) return;
+        next.token = ahead.sequence.first_token(ahead.tile);
+        next.head = ahead.head;
+        const int token = next.token + lane % Tile::TOKENS;
+        if (token >= ahead.sequence.first_key && token < ahead.sequence.length) {
+            const int64_t row = ahead.b * params.pool.table_stride;
+            next.page = params.pool.block_table[row + (token >> params.pool.page_shift)];
+        }
+        ahead_left -= WARPS;
+        if (ahead_left > 0) ahead.advance(params.work, capacity, WARPS);
     }
 
     __device__ uint32_t after(uint32_t slot) const {
@@ -108,12 +126,17 @@ private:
 #pragma unroll 1
         for (; empty > 0; --empty) {
             filled = after(filled);
-            if (ahead_left > 0) {
-                const int token = ahead.sequence.first_token(ahead.tile);
-                Tile::fetch(params.pool, filled, ahead_page, token, ahead.head, lane);
-                ahead_left -= WARPS;
-                if (ahead_left > 0) ahead.advance(params.work, capacity, WARPS);
-                ahead_page = find_page();
+            if (wanted[0].head >= 0) {
+                Tile::fetch(params.pool, filled, wanted[0].page, wanted[0].token, wanted[0].head, lane);
+                if (has_begun) {
+#pragma unroll
+                    for (int i = 1; i < STAGES; ++i) wanted[i - 1] = wanted[i];
+                } else {
+#pragma unroll
+                    for (int i = 1; i < STAGES; ++i) look_up(wanted[i - 1]);
+                }
+                has_begun = true;
+                look_up(wanted[STAGES - 1]);
             }
             cp_async_commit();
         }
@@ -130,10 +153,10 @@ private:
     // Adds this warp's share of the item's tiles; false if it has none.
     __device__ bool walk(const Place& place, const Rows& rows, const QueryPart& query, int tiles, int done,
                          Shares& shares) {
-        Bounds bounds;
+        typename State::Bounds bounds;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = lane / 4 + r * 8, i = rows.query(row);
+        for (int r = 0; r < State::OWN; ++r) {
+            const int row = row_of_lane(r, lane), i = rows.query(row);
             const bool exists = row < rows.count;
             bounds.seen[r] = exists ? place.sequence.visible(params.work, i) : KeyRange{0, 1 << 30};
             bounds.position[r] = i + place.sequence.length - place.sequence.q_count;
@@ -169,11 +192,11 @@ private:
         return mine < tiles;
     }
 
-    // This warp's steps of the item's A fragments: lane 4 g + t has two pairs of columns of rows g and g + 8.
+    // This warp's steps of the item's B fragments: lane 4 g + t has two pairs of columns of row g of every 8.
     __device__ void read_query(QueryPart& query, const Rows& rows) const {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = lane / 4 + r * 8;
+        for (int n = 0; n < State::N; ++n) {
+            const int row = lane / 4 + n * 8;
             const int64_t i = rows.q_begin + rows.query(row), head = rows.head(row);
             const uint16_t* from = static_cast<const uint16_t*>(params.q) + i * params.q_row + head * params.q_head;
 #pragma unroll
@@ -182,7 +205,7 @@ private:
                 const int column = step * 16 + Fragments<T, Tile>::query_column(part % 2 * 2, lane);
                 const int count = row < rows.count ? params.pool.head_dim - column : 0;
                 const uint32_t pair = count > 0 ? *reinterpret_cast<const uint32_t*>(from + column) : 0;
-                query[part / 2][part % 2 * 2 + r] = pair;
+                query[part / 2].word[n * 2 + part % 2] = pair;
             }
         }
     }
@@ -191,19 +214,19 @@ private:
 #pragma unroll
         for (int i = 0; i < ceil_div(STEPS, WARPS); ++i) {
             const int step = warp + i * WARPS;
-            if (step < STEPS) queries[step * kWarpSize + lane] = {query[i][0], query[i][1], query[i][2], query[i][3]};
+            if (step < STEPS) queries[step * kWarpSize + lane] = query[i];
         }
         __syncthreads();
     }
 };
 
-template <class T, class Stored, int HEAD_DIM, int ACCESS, int WARPS, int STAGES, int BLOCKS, bool kRagged>
+template <class T, class Stored, int HEAD_DIM, int ACCESS, int ROWS, int WARPS, int STAGES, int BLOCKS, bool kRagged>
 __global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS)
     paged_attention(const __grid_constant__ PagedParams params) {
-    using Shape = PagedShape<T, Stored, HEAD_DIM, ACCESS, WARPS, STAGES, BLOCKS, kRagged>;
+    using Shape = PagedShape<T, Stored, HEAD_DIM, ACCESS, ROWS, WARPS, STAGES, BLOCKS, kRagged>;
     extern __shared__ __align__(128) char rings[];
     __shared__ Meeting<WARPS> meeting;
-    __shared__ uint4 queries[HEAD_DIM / 16 * kWarpSize];
+    __shared__ typename RowState<T, typename Shape::Tile, ROWS>::Query queries[HEAD_DIM / 16 * kWarpSize];
     PagedBlock<Shape>(params, meeting, queries, rings).run();
     if constexpr (kRagged) clear_rest<T>(params);
 }

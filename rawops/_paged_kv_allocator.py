@@ -91,7 +91,10 @@ class PageAllocator:
         return len(self._free) + len(self._kept)
 
     def __getitem__(self, sequence: int) -> Sequence:
-        found = self.sequences.get(sequence)
+        try:
+            found = self.sequences.get(sequence)
+        except TypeError:  # what cannot be hashed
+            found = None
         if found is None:
             checks.fail(ValueError, "PagedKVCache", "a sequence", "be one that was added and not freed", repr(sequence))
         return found

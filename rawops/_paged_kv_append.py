@@ -116,6 +116,7 @@ def _check_rotation(function: str, operands: tuple, pool: Pool, interleaved: boo
         checks.fail(ValueError, function, "q", rule, tuple(q.shape))
     checks.dtype(function, "q_out", q_out, (dtypes.name(k.dtype),))
     checks.shape(function, "q_out", q_out, q.shape)
+    checks.output(function, "q_out", q_out)
     return *cos.shape, int(interleaved), q.shape[1]
 
 
@@ -124,6 +125,7 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
     k, _, pages, block_table, _, _, k_scale, v_scale, cos, _, q, q_out = operands
     layout, interleaved = options
     device = arrays.device_of(function, pages=pages)
+    checks.output(function, "pages", pages)
     pool = describe(function, pages, block_table, layout, addresses[2])
     dtype = _check_rows(function, operands, pool)
     scales = scale_strides(function, pool, pages.shape[0], k_scale, v_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from rawops import _paged_kv_prefill, config
 from rawops._paged_kv_call import Op, Plan, check_vector, contiguous, in_order, keep_apart
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, check_pages, describe, scale_strides
+from rawops._paged_kv_prefill import NO_PARTS, Parts
 from rawops._paged_kv_workspace import Workspace, workspace_of_stream
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
@@ -19,15 +21,17 @@ _LOG2_E = 1.4426950408889634
 _ROWS = 16  # of an item: one MMA
 _SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 _MAX_STAGES = 6
+_MANY_BLOCKS = 16  # that share an item, from where they are made larger
 
 PARAMS = ParamStruct(
     "PagedParams",
-    **dict.fromkeys(("q", "out", "lse", "partial", "counters"), "pointer"),
+    **dict.fromkeys(("q", "out", "lse", "partial", "counters", "prior", "prior_lse"), "pointer"),
+    **dict.fromkeys(("prior_split", "prior_lse_split"), "int64"),
     **dict.fromkeys(("q_row", "q_head", "out_row", "out_head", "out_dim", "lse_head", "lse_row"), "int64"),
     **POOL_FIELDS,
     **dict.fromkeys(("seq_lens", "cu_seqlens_q"), "pointer"),
     **dict.fromkeys(("batch", "total_q", "kv_heads", "group", "window_left", "window_right"), "int32"),
-    **dict.fromkeys(("num_splits", "row_tiles"), "int32"),
+    **dict.fromkeys(("num_splits", "row_tiles", "skipped", "prior_parts"), "int32"),
     **dict.fromkeys(("scale", "softcap"), "float32"),
     alibi_slopes="pointer",
 )
@@ -43,7 +47,7 @@ class Config:
 
     def shared_bytes(self, head_dim: int, kv_dtype: str) -> int:
         """Dynamic shared memory: the rings, and each warp's sums of a few rows."""
-        return self.warps * (self.stages * _stage_bytes(head_dim, kv_dtype) + _spare_bytes(head_dim))
+        return self.warps * (self.stages * _stage_bytes(head_dim, kv_dtype) + _spare_bytes(head_dim, kv_dtype))
 
 
 def _stage_bytes(head_dim: int, kv_dtype: str) -> int:
@@ -51,19 +55,27 @@ def _stage_bytes(head_dim: int, kv_dtype: str) -> int:
     return 64 * head_dim + (256 if dtypes.itemsize(kv_dtype) == 1 else 0)
 
 
-def _spare_bytes(head_dim: int) -> int:
+def _spare_bytes(head_dim: int, kv_dtype: str) -> int:
     """Of float32 sums: SPARE_ROWS in paged_attention.cu."""
-    return 16 * head_dim if head_dim <= 128 else 0
+    return 16 * head_dim if head_dim <= 128 and dtypes.itemsize(kv_dtype) > 1 else 0
 
 
-def select_config(head_dim: int, kv_dtype: str, max_shared_bytes: int) -> Config:
+def select_config(head_dim: int, kv_dtype: str, rows: int, is_shared: bool, max_shared_bytes: int) -> Config:
     """Choose the most stages that leave an SM two blocks, or one where two would have no ring.
 
-    Two blocks of four warps keep the memory busy while one of them is between items.
+    Two blocks of four warps keep the memory busy while one of them is between items. Where many blocks share each item,
+    they are few and large, so that there is less to put together at the end. Bytes take so much longer to multiply that
+    they need six warps. Both only where a warp has no more than 8 rows, which leaves it registers.
     """
-    static = 32 * head_dim + 1024  # queries, and what the warps tell each other
-    for warps, blocks in ((4, 2), (4, 1), (2, 1)):
-        each = (max_shared_bytes + _SM_RESERVED) // blocks - _SM_RESERVED - static - warps * _spare_bytes(head_dim)
+    static = 32 * head_dim + 1536  # queries, and what the warps tell each other
+    wanted = [(4, 2), (4, 1), (2, 1)]
+    if rows == 8 and dtypes.itemsize(kv_dtype) == 1:
+        wanted = [(6, 2), *wanted]
+    if rows == 8 and is_shared:
+        wanted = [(12, 1), *wanted]
+    for warps, blocks in wanted:
+        each = (max_shared_bytes + _SM_RESERVED) // blocks - _SM_RESERVED - static
+        each -= warps * _spare_bytes(head_dim, kv_dtype)
         stages = min(each // (warps * _stage_bytes(head_dim, kv_dtype)), _MAX_STAGES)
         if stages >= 2:
             return Config(warps, stages, blocks)
@@ -75,17 +87,27 @@ _CHOICES = {
     "kv_dtype": KV_DTYPES,
     "head_dim": HEAD_DIMS,
     "access": (16, 2, 1),
-    "warps": (4, 2),
+    "rows": (8, 16),
+    "warps": (12, 6, 4, 2),
     "stages": tuple(range(2, _MAX_STAGES + 1)),
     "blocks": (1, 2),
     "ragged": (False, True),
 }
 
 
-def _smoke(head_dim: int, dtype: str = "float16", access: int = 16, ragged: bool = False, kv_dtype: str = "") -> dict:
+def _smoke(
+    head_dim: int,
+    dtype: str = "float16",
+    access: int = 16,
+    ragged: bool = False,
+    kv_dtype: str = "",
+    is_shared: bool = False,
+) -> dict:
     kv_dtype = kv_dtype or dtype
-    config = select_config(head_dim, kv_dtype, 232448)
+    rows = 16 if ragged else 8
+    config = select_config(head_dim, kv_dtype, rows, is_shared, 232448)
     choices = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": head_dim, "access": access, "ragged": ragged}
+    choices["rows"] = rows
     return choices | {"warps": config.warps, "stages": config.stages, "blocks": config.blocks}
 
 
@@ -101,6 +123,7 @@ KERNEL = KernelSpec(
         _smoke(128, access=2),
         _smoke(128, kv_dtype="float8_e4m3fn"),
         _smoke(128, "bfloat16", kv_dtype="int8"),
+        _smoke(128, is_shared=True),
     ],
     params=PARAMS,
 )
@@ -108,12 +131,22 @@ KERNEL = KernelSpec(
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for beside its arrays, checked."""
+    """What a call asks for beside its arrays, checked.
+
+    Attributes
+    ----------
+    skipped : int
+        Keys of each sequence that come before its row of the block table.
+    parts : bool
+        Leave partial results.
+    """
 
     scale: float | None  # 1 / sqrt(head_dim)
     softcap: float
     window: tuple[int, int]
     num_splits: int
+    skipped: int = 0
+    parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,15 +161,16 @@ class Launch:
     strides: tuple
     pool: tuple
     work: tuple
+    rule: tuple
     copies_q: bool  # q has columns or rows off the 4-byte boundaries
 
-    def run(self, device, addresses: tuple, workspace: Workspace) -> None:
+    def run(self, device, addresses: tuple, workspace: Workspace, prior: Parts = NO_PARTS) -> None:
         """Launch with the addresses of q, out, lse, and of the others in the order of `OP`."""
         q, out, lse, pages, table, lens, cu, slopes, *scales = addresses
         partial, counters = workspace.addresses(device, self.partial_floats, self.grid[0])
         packed = PARAMS.pack(
-            *(q, out, lse, partial, counters, *self.strides, pages, table, *scales, *self.pool, lens, cu),
-            *(*self.work, slopes),
+            *(q, out, lse, partial, counters, *prior[:4], *self.strides, pages, table, *scales, *self.pool, lens, cu),
+            *(*self.work, prior.count, *self.rule, slopes),
         )
         self.function.launch(self.grid, self.block, (packed,), self.shared_bytes)
 
@@ -150,23 +184,30 @@ def plan_launch(
     out,
     options: Options,
     q_address: int,
+    out_address: int,
     *,
     ragged: bool,
     has_slopes: bool,
-) -> Launch | _paged_kv_prefill.Prefill:
-    """Choose the kernel and lay out what does not change from call to call."""
+) -> Launch | _paged_kv_prefill.Prefill | None:
+    """Choose the kernel and lay out what does not change from call to call; None where none leaves partial results."""
     total_q, heads, head_dim = q.shape
     group = heads // pool.num_heads
     scale = options.scale if options.scale is not None else 1 / math.sqrt(head_dim)
     out_strides = [s // out.dtype.itemsize for s in out.strides] if out is not None else [heads * head_dim, head_dim, 1]
     if ragged and _paged_kv_prefill.takes(pool, q, q_address, options.num_splits):
-        prefill = _paged_kv_prefill.plan(device, pool, q, out_strides, options, scale, has_slopes)
+        alignments = q_address % 16, out_address % 16
+        prefill = _paged_kv_prefill.plan(device, pool, q, out_strides, options, scale, has_slopes, alignments)
         if prefill is not None:
             return prefill
+    if options.parts:
+        return None
     padded = next(d for d in HEAD_DIMS if d >= head_dim)
-    tile = select_config(padded, pool.dtype, device.max_shared_bytes)
+    rows = 8 if group <= 8 and not ragged else _ROWS
+    shares = 2 * device.sm_count // max(pool.batch * pool.num_heads * -(-group // rows), 1)
+    is_shared = shares > _MANY_BLOCKS and not options.num_splits
+    tile = select_config(padded, pool.dtype, rows, is_shared, device.max_shared_bytes)
     choices = {"dtype": dtypes.name(q.dtype), "kv_dtype": pool.dtype, "head_dim": padded}
-    choices |= {"access": pool.access, "ragged": ragged}
+    choices |= {"access": pool.access, "ragged": ragged, "rows": rows}
     choices |= {"warps": tile.warps, "stages": tile.stages, "blocks": tile.blocks}
     row_tiles = -(-total_q * group // _ROWS) + pool.batch if ragged else -(-group // _ROWS) * pool.batch
     items, tiles = pool.num_heads * row_tiles, max(-(-pool.capacity // 16), 1)
@@ -190,7 +231,8 @@ def plan_launch(
         partial_floats=2 * blocks * _ROWS * (padded + 2),
         strides=(*q_strides[:2], *out_strides, total_q, 1),
         pool=(*scales, *pool.numbers),
-        work=(*work, scale * _LOG2_E, options.softcap),
+        work=(*work, options.skipped),
+        rule=(scale * _LOG2_E, options.softcap),
         copies_q=copies_q,
     )
 
@@ -225,7 +267,15 @@ def _checked_options(function: str, causal, softmax_scale, window, softcap, num_
     return Options(softmax_scale, softcap, (left, 0 if causal else right), num_splits or 0)
 
 
-def attend(function: str, operands: tuple, options: Options, return_lse: bool, layout: str, workspace=None):
+def attend(
+    function: str,
+    operands: tuple,
+    options: Options,
+    return_lse: bool,
+    layout: str,
+    workspace: Workspace | None = None,
+    **prior: Parts,
+):
     """Run on arrays of any kind in the order of `OP`; returns out, or out and lse."""
     plan, operands, addresses, give = OP.resolve(function, operands, (options, layout))
     q, pages, *small, out = operands
@@ -244,10 +294,19 @@ def attend(function: str, operands: tuple, options: Options, return_lse: bool, l
             small = [*map(in_order, small[:-2]), *map(contiguous, small[-2:])]
             small_addresses = map(device.pointer, small)
         placed = (addresses[0], device.pointer(out), device.pointer(lse), addresses[1], *small_addresses)
-        plan.launch.run(device, placed, workspace or workspace_of_stream(device))
+        plan.launch.run(device, placed, workspace or workspace_of_stream(device), **prior)
     if give is not None:
         out, lse = give(out), lse if lse is None else give(lse)
     return (out, lse) if return_lse else out
+
+
+def attend_to_prefix(function: str, operands: tuple, options: Options, layout: str, workspace: Workspace):
+    """Leave partial results in the workspace and return them; None where no kernel does so."""
+    options = dataclasses.replace(options, parts=True)
+    plan, _, addresses, _ = OP.resolve(function, operands, (options, layout))
+    if plan.launch is None or plan.copies:
+        return None
+    return plan.launch.run_parts(plan.device, (addresses[0], 0, 0, *addresses[1:8]), workspace)
 
 
 def _even(device, q):
@@ -293,7 +352,7 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
     if 0 in q.shape:
         return Plan(device, None, pool.page_size, apart)
     kind = {"ragged": cu_seqlens_q is not None, "has_slopes": alibi_slopes is not None}
-    launch = plan_launch(device, function, pool, scales, q, out, asked, addresses[0], **kind)
+    launch = plan_launch(device, function, pool, scales, q, out, asked, addresses[0], addresses[8], **kind)
     copies = any(in_order(x) is not x for x in operands[2:6]) or any(contiguous(x) is not x for x in operands[6:8])
     return Plan(device, launch, pool.page_size, apart, copies)
 

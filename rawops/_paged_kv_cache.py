@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence as Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rawops._attention_merge import merge_states
 from rawops._paged_kv_allocator import PageAllocator, Sequence
 from rawops._paged_kv_append import append
-from rawops._paged_kv_attention import attend, options_of
+from rawops._paged_kv_attention import attend, attend_to_prefix, options_of
 from rawops._paged_kv_batch import Batch, copy_to_device
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE_SIZES
 from rawops._paged_kv_workspace import Workspace
@@ -193,12 +193,12 @@ class PagedKVCache:
         A page that is shared is copied before it is written, on the device.
         """
         function = f"{_NAME}.append"
-        names = tuple(sequences)
-        given = (
-            (1,) * len(names)
-            if counts is None
-            else tuple(checks.int_range(function, "counts", n, 0, 2**31 - 1) for n in counts)
-        )
+        names = _names_of(function, sequences)
+        given = (1,) * len(names)
+        if counts is not None:
+            given = tuple(
+                checks.int_range(function, "counts", n, 0, 2**31 - 1) for n in _listed(function, "counts", counts)
+            )
         self._check_new(function, k, v, names, given, tokens)
         with self._lock:
             growth = self._extend(names, given, tokens)
@@ -236,7 +236,7 @@ class PagedKVCache:
         function = f"{_NAME}.decode"
         if cascade is not False and _may_cascade(options):
             with self._lock:
-                batch = self._batch(tuple(sequences))
+                batch = self._batch(_names_of(function, sequences))
                 pages = batch.shared_pages(self._allocator)
                 if pages and (cascade or self._saves(pages, q)):
                     return self._cascade(function, q, batch, pages, out, return_lse, options)
@@ -256,9 +256,11 @@ class PagedKVCache:
         out, return_lse, **options
             As for `decode`.
         """
+        function = f"{_NAME}.prefill"
         if isinstance(cu_seqlens_q, (tuple, list)):
-            cu_seqlens_q = self._upload(np.array(cu_seqlens_q))
-        return self._attend(f"{_NAME}.prefill", q, sequences, cu_seqlens_q, out, return_lse, options)
+            rows = [checks.int_range(function, "cu_seqlens_q", x, 0, 2**31 - 1) for x in cu_seqlens_q]
+            cu_seqlens_q = self._upload(np.array(rows, np.int32))
+        return self._attend(function, q, sequences, cu_seqlens_q, out, return_lse, options)
 
     # --- tables ---
 
@@ -268,12 +270,12 @@ class PagedKVCache:
         Later calls that name the same sequences in the same order update it in place.
         """
         with self._lock:
-            return self._batch(tuple(sequences)).block_table
+            return self._batch(_names_of(f"{_NAME}.block_table", sequences)).block_table
 
     def seq_lens(self, sequences: Sized[int]):
         """Return the lengths of sequences, int32 (len(sequences),); updated in place as `block_table` is."""
         with self._lock:
-            return self._batch(tuple(sequences)).seq_lens
+            return self._batch(_names_of(f"{_NAME}.seq_lens", sequences)).seq_lens
 
     def step(self, sequences: Sized[int], *, tokens: Sized[int] | None = None) -> tuple:
         """Make room for one more token in each sequence, for a captured graph to fill.
@@ -301,9 +303,13 @@ class PagedKVCache:
         OutOfPagesError
             Nothing has changed.
         """
-        names = tuple(sequences)
+        function = f"{_NAME}.step"
+        names = _names_of(function, sequences)
+        if tokens is not None:
+            tokens = [[t] for t in _listed(function, "tokens", tokens)]
+            self._check_tokens(function, tokens, (1,) * len(names))
         with self._lock:
-            self._extend(names, (1,) * len(names), None if tokens is None else [[t] for t in tokens])
+            self._extend(names, (1,) * len(names), tokens)
             batch = self._steps.get(len(names))
             if batch is None:
                 batch = self._steps[len(names)] = Batch(self._device, names, self._allocator.max_pages)
@@ -338,6 +344,13 @@ class PagedKVCache:
         OutOfPagesError
             Nothing has changed.
         """
+        function = f"{_NAME}.restore"
+        if not isinstance(saved, SavedSequence):
+            checks.fail(TypeError, function, "saved", "be a SavedSequence", f"{saved!r} ({type(saved).__name__})")
+        page = (*self.pages.shape[1:], dtypes.name(self.pages.dtype))
+        if (*saved.data.shape[1:], dtypes.name(saved.data.dtype)) != page:
+            rule = f"have pages of shape and dtype {page}, as this cache"
+            checks.fail(ValueError, function, "saved", rule, (*saved.data.shape[1:], dtypes.name(saved.data.dtype)))
         with self._lock:
             name = self._allocator.import_sequence(saved.state)
             stored = saved.data.view(self._stored.dtype)
@@ -352,15 +365,21 @@ class PagedKVCache:
         if len(counts) != len(names) or any(n < 0 for n in counts):
             rule = f"be {len(names)} numbers from 0 up, one a sequence"
             checks.fail(ValueError, function, "counts", rule, list(counts))
-        if tokens is not None and [len(t) for t in tokens] != list(counts):
-            rule = f"have {list(counts)} ids, as many as tokens are appended"
-            checks.fail(ValueError, function, "tokens", rule, [len(t) for t in tokens])
+        if tokens is not None:
+            self._check_tokens(function, tokens, counts)
         (k, v), _ = arrays.take(function, k=k, v=v)
         arrays.device_of(function, pages=self.pages, k=k, v=v)
         expected = (sum(counts), self.num_kv_heads, self.head_dim)
         for name, x in (("k", k), ("v", v)):
             checks.dtype(function, name, x, (self._dtype,), "Convert it to the cache's dtype.")
             checks.shape(function, name, x, expected, "It is (tokens, num_kv_heads, head_dim).")
+
+    @staticmethod
+    def _check_tokens(function: str, tokens, counts: tuple) -> None:
+        ids = [_listed(function, "tokens[i]", t) for t in _listed(function, "tokens", tokens)]
+        if [len(t) for t in ids] != list(counts):
+            rule = f"have {list(counts)} ids, as many as tokens are appended"
+            checks.fail(ValueError, function, "tokens", rule, [len(t) for t in ids])
 
     def _extend(self, names: tuple, counts: tuple, tokens):
         growth = self._allocator.extend(names, counts, tokens)
@@ -383,7 +402,7 @@ class PagedKVCache:
         slopes = options.pop("alibi_slopes", None)
         asked = _asked(function, options)
         with self._lock:
-            batch = self._batch(tuple(sequences))
+            batch = self._batch(_names_of(function, sequences))
             operands = (q, self.pages, batch.block_table, batch.seq_lens, cu_seqlens_q, slopes)
             operands += (self.k_scale, self.v_scale, out)
             return attend(function, operands, asked, return_lse, self.layout, self._workspace)
@@ -405,11 +424,14 @@ class PagedKVCache:
             checks.output(function, "out", target)
         common = pages * self.page_size
         prefix, table, scales = batch.prefix, batch.block_table, (self.k_scale, self.v_scale)
-        parts = (
-            (q, self.pages, table[:1, :pages], prefix[2:], prefix[:2], None, *scales, None),
-            (q, self.pages, table[:, pages:], batch.seq_lens - common, None, None, *scales, None),
-        )
-        first, second = (attend(function, x, asked, True, self.layout, self._workspace) for x in parts)
+        shared = (q, self.pages, table[:1, :pages], prefix[2:], prefix[:2], None, *scales, None)
+        own = (q, self.pages, table[:, pages:], batch.seq_lens, None, None, *scales, out)
+        after = replace(asked, skipped=common)
+        parts = attend_to_prefix(function, shared, asked, self.layout, self._workspace)
+        if parts is not None:
+            return attend(function, own, after, return_lse, self.layout, self._workspace, prior=parts)
+        first = attend(function, shared, asked, True, self.layout, self._workspace)
+        second = attend(function, (*own[:-1], None), after, True, self.layout, self._workspace)
         merged, lse = merge_states(function, *first, *second)
         if out is None:
             out = merged
@@ -432,6 +454,23 @@ class PagedKVCache:
 
         memory = cupy.cuda.alloc_pinned_memory(size * dtype.itemsize)
         return np.frombuffer(memory, dtype, size).reshape(shape)
+
+
+def _listed(function: str, name: str, values) -> tuple:
+    try:
+        return tuple(values)
+    except TypeError:
+        checks.fail(TypeError, function, name, "be a sequence of int", f"{values!r} ({type(values).__name__})")
+
+
+def _names_of(function: str, sequences) -> tuple[int, ...]:
+    """Return the names of sequences as a key of dictionaries."""
+    names = _listed(function, "sequences", sequences)
+    try:
+        hash(names)
+    except TypeError:
+        checks.fail(TypeError, function, "sequences", "be a sequence of int", repr(sequences))
+    return names
 
 
 def _asked(function: str, options: dict):

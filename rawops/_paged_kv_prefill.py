@@ -1,14 +1,17 @@
-"""The host side of paged_prefill_sm80.cu: many queries a sequence, in the tiles of flash attention."""
+"""Several queries a sequence in the tiles of flash attention: which kernel, and the host side of the sm_80 one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rawops import _attention_config as attention
+from rawops import _paged_kv_prefill_sm90 as hopper
 from rawops._attention_merge import merge_parts
 from rawops._attention_operands import access_of
+from rawops._attention_sm90 import View
 from rawops._paged_kv_pool import DTYPES, Pool
 from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import dtypes
@@ -42,25 +45,39 @@ KERNEL = KernelSpec(
 )
 
 
+class Parts(NamedTuple):
+    """Partial results in a workspace: addresses of values and lse, floats from part to part, how many there are."""
+
+    values: int
+    lse: int
+    split: int
+    lse_split: int
+    count: int
+
+
+NO_PARTS = Parts(0, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True)
 class Prefill:
     """A prefill whose shapes, strides and options are known: all but the addresses.
 
     Attributes
     ----------
-    values, sums : int
-        Floats of the partial results where keys are split, and of their lse.
+    launch : callable
+        Takes the workspace and the values of an AttentionParams, of which `shape` is the second part.
+    value_bytes : int
+        From a page's keys to its values.
+    parts, values, sums : int
+        Partial results where keys are split: how many, and the floats of each and of its lse.
     merge : callable, optional
         Joins them.
     """
 
-    function: object
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
+    launch: Callable[[Workspace, tuple], None]
     shape: tuple
     value_bytes: int
-    num_pages: int
+    parts: int
     values: int
     sums: int
     merge: Callable[[int, int, int, int], None] | None
@@ -68,16 +85,26 @@ class Prefill:
 
     def run(self, device, addresses: tuple, workspace: Workspace) -> None:
         """Launch with the addresses of q, out, lse, and of the others in the order of the op."""
-        q, out, lse, pages, table, lens, cu, slopes, *_ = addresses
-        target, target_lse = out, lse
-        if self.merge is not None:
-            target = workspace.partial(device, self.values + self.sums)
-            target_lse = target + 4 * self.values
+        _, out, lse, *_ = addresses
+        if self.merge is None:
+            self._launch(addresses, out, lse, workspace)
+        else:
+            floats = self.parts * self.values
+            target = workspace.partial(device, floats + self.parts * self.sums)
+            self._launch(addresses, target, target + 4 * floats, workspace)
+            self.merge(target, target + 4 * floats, out, lse)
+
+    def run_parts(self, device, addresses: tuple, workspace: Workspace) -> Parts:
+        """Launch without an out and an lse, and return the partial results."""
+        floats = self.parts * self.values
+        target = workspace.prior(device, floats + self.parts * self.sums)
+        self._launch(addresses, target, target + 4 * floats, workspace)
+        return Parts(target, target + 4 * floats, self.values, self.sums, self.parts)
+
+    def _launch(self, addresses: tuple, target: int, target_lse: int, workspace: Workspace) -> None:
+        q, _, _, pages, table, lens, cu, slopes, *_ = addresses
         call = (q, pages, pages + self.value_bytes, target, target_lse, slopes, 0, cu, 0, lens, table)
-        packed = PARAMS.pack(*call, *self.shape, workspace.zeros(device, _ZEROS), self.num_pages)
-        self.function.launch(self.grid, (self.threads, 1, 1), (packed,), self.shared_bytes)
-        if self.merge is not None:
-            self.merge(target, target_lse, out, lse)
+        self.launch(workspace, (*call, *self.shape))
 
 
 def takes(pool: Pool, q, q_address: int, num_splits: int) -> bool:
@@ -87,8 +114,13 @@ def takes(pool: Pool, q, q_address: int, num_splits: int) -> bool:
     return q.shape[0] * (q.shape[1] // pool.num_heads) >= _MIN_ROWS * pool.batch
 
 
-def plan(device, pool: Pool, q, out_strides: list, options, scale: float, has_slopes: bool) -> Prefill | None:
-    """Choose the tile and lay out what does not change from call to call; None where SMs would be left without one."""
+def plan(
+    device, pool: Pool, q, out_strides: list, options, scale: float, has_slopes: bool, alignments: tuple[int, int]
+) -> Prefill | None:
+    """Choose kernel and tile and lay out what does not change from call to call; None where SMs would be left idle.
+
+    `alignments` are the addresses of q and out modulo 16.
+    """
     total_q, heads, head_dim = q.shape
     dtype, (left, right) = dtypes.name(q.dtype), options.window
     problem = attention.Problem(
@@ -98,36 +130,61 @@ def plan(device, pool: Pool, q, out_strides: list, options, scale: float, has_sl
         score=attention.score_bits(scale, options.softcap, has_slopes, False),
         varlen=True,
     )
-    chosen = attention.select_config(problem, device.sm_count, device.max_shared_bytes)
+    page, _, token, head, dim, _, num_pages, *_ = pool.numbers
+    q_strides = [s // q.dtype.itemsize for s in q.strides]
+    views = {
+        "q": View((1, *q.shape), (0, *q_strides), alignments[0]),
+        "out": View((1, *q.shape), (0, *out_strides), alignments[1]),
+        "k": View((num_pages, pool.page_size, pool.num_heads, head_dim), (page, token, head, dim), 0),
+    }
+    on_hopper = hopper.supports(device, problem, pool, views)
+    if on_hopper:
+        chosen = hopper.select(problem, device.sm_count)
+    else:
+        chosen = attention.select_config(problem, device.sm_count, device.max_shared_bytes)
     blocks = chosen.row_tiles * (heads // chosen.packed) * chosen.splits
     if blocks * pool.batch < _MIN_SMS * device.sm_count:
         return None
     shape, lse_shape = (chosen.splits, total_q, heads, head_dim), (chosen.splits, heads, total_q)
     merge, out_dtype = None, dtype
-    if chosen.splits > 1:
-        merge = merge_parts(device, dtype, shape, lse_shape, (None, 0, 1, 2), (0, *out_strides))
+    if chosen.splits > 1 or options.parts:
+        if not options.parts:
+            merge = merge_parts(device, dtype, shape, lse_shape, (None, 0, 1, 2), (0, *out_strides))
         out_dtype, out_strides = "float32", [heads * head_dim, head_dim, 1]
-    page, value, token, head, dim, table, num_pages, *_ = pool.numbers
+    k_strides = v_strides = (page, token, head, dim)
+    if on_hopper:
+        k_strides, v_strides = (hopper.page_groups(pool), *k_strides[1:]), (num_pages, *v_strides[1:])
+        launch = hopper.launcher(device, problem, pool, chosen, out_dtype, views)
+    else:
+        launch = _launcher(device, problem, chosen, out_dtype, blocks * (pool.batch + 1), num_pages)
+    fields = _shape_fields(problem, pool, chosen)
+    strides = {"q": (0, *q_strides), "out": (0, *out_strides), "k": k_strides, "v": v_strides}
+    for name, values in strides.items():
+        fields |= {f"{name}_{axis}": x for axis, x in zip(("batch", "row", "head", "col"), values, strict=True)}
+    fields["scale"], fields["softcap"] = attention.score_scales(scale, options.softcap)
+    fields = tuple(fields.get(name, 0) for name in attention.SHAPE_FIELDS)
+    value_bytes = pool.numbers[1] * q.dtype.itemsize
+    return Prefill(launch, fields, value_bytes, chosen.splits, math.prod(shape[1:]), math.prod(lse_shape[1:]), merge)
+
+
+def _shape_fields(problem: attention.Problem, pool: Pool, chosen) -> dict:
+    """What an AttentionShape has beside strides and scales."""
+    total_q, heads, head_dim = problem.seqlen_q, problem.heads, problem.head_dim
     fields = {"batches": pool.batch, "heads": heads, "group": problem.group, "packed": chosen.packed}
     fields |= {"seqlen_q": total_q, "seqlen_k": pool.capacity, "total_q": total_q}
     fields |= {"head_dim": head_dim, "head_dim_v": head_dim, "row_tiles": chosen.row_tiles, "splits": chosen.splits}
-    fields |= {"out_split": math.prod(shape[1:]), "lse_split": heads * total_q}
-    fields |= {"window_left": left, "window_right": right, "lse_head": total_q}
-    fields |= {"block_table_batch": table, "page_shift": pool.page_size.bit_length() - 1}
-    fields["scale"], fields["softcap"] = attention.score_scales(scale, options.softcap)
-    strides = {"q": (0, *(s // q.dtype.itemsize for s in q.strides)), "out": (0, *out_strides)}
-    strides |= dict.fromkeys("kv", (page, token, head, dim))
-    for name, values in strides.items():
-        fields |= {f"{name}_{axis}": x for axis, x in zip(("batch", "row", "head", "col"), values, strict=True)}
-    return Prefill(
-        KERNEL.kernel(device, dtype=dtype, out_dtype=out_dtype, tile=chosen.tile.cpp, score=problem.score),
-        (blocks * (pool.batch + 1), 1, 1),  # and one sequence of the rows past the last
-        chosen.tile.threads,
-        chosen.tile.shared_bytes,
-        tuple(fields.get(name, 0) for name in attention.SHAPE_FIELDS),
-        value * q.dtype.itemsize,
-        num_pages,
-        math.prod(shape),
-        math.prod(lse_shape),
-        merge,
-    )
+    fields |= {"out_split": total_q * heads * head_dim, "lse_split": heads * total_q, "lse_head": total_q}
+    fields |= {"window_left": problem.window_left, "window_right": problem.window_right}
+    return fields | {"block_table_batch": pool.numbers[5], "page_shift": pool.page_size.bit_length() - 1}
+
+
+def _launcher(device, problem: attention.Problem, chosen, out_dtype: str, blocks: int, num_pages: int) -> Callable:
+    """Return what launches paged_prefill_sm80.cu; `blocks` has one sequence more, of the rows past the last."""
+    tile = chosen.tile
+    kernel = KERNEL.kernel(device, dtype=problem.dtype, out_dtype=out_dtype, tile=tile.cpp, score=problem.score)
+
+    def launch(workspace: Workspace, values: tuple) -> None:
+        packed = PARAMS.pack(*values, workspace.zeros(device, _ZEROS), num_pages)
+        kernel.launch((blocks, 1, 1), (tile.threads, 1, 1), (packed,), tile.shared_bytes)
+
+    return launch

@@ -13,7 +13,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._arrays: dict[str, list] = {"float32": [], "int32": []}
+        self._arrays: dict[str, list] = {"float32": [], "int32": [], "prior": []}
         self._lock = threading.Lock()
 
     def addresses(self, device, floats: int, counters: int) -> tuple[int, int]:
@@ -28,8 +28,12 @@ class Workspace:
         """Return the address of `count` int32 zeros, which stay so: the counters, between launches."""
         return self._at_least(device, "int32", count)
 
-    def _at_least(self, device, dtype: str, count: int) -> int:
-        found = self._arrays[dtype]
+    def prior(self, device, floats: int) -> int:
+        """Return the address of `floats` float32 that one launch leaves for the next, which has partial results too."""
+        return self._at_least(device, "float32", floats, "prior")
+
+    def _at_least(self, device, dtype: str, count: int, name: str = "") -> int:
+        found = self._arrays[name or dtype]
         if not found or found[-1].size < count:
             with self._lock:
                 if not found or found[-1].size < count:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+import rawops
+from rawops._paged_kv_attention import OP
+from rawops.testing.tolerances import assert_close
+
 DTYPES = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 NO_PAGE = 2**30  # in table entries that must not be read
 
@@ -91,3 +95,46 @@ def attend(q, k, v, *, scale=None, causal=True, window=(None, None), softcap=0.0
             out[i, h] = weight @ v[used, h // group] / weight.sum()
             lse[h, i] = top + np.log(weight.sum())
     return out, lse
+
+
+def ragged_reference(q, p: Paged, counts, **options):
+    out, lse = np.zeros(q.shape), np.full((q.shape[1], len(q)), -np.inf)
+    start = 0
+    for b, n in enumerate(counts):
+        out[start : start + n], lse[:, start : start + n] = attend(q[start : start + n], p.k[b], p.v[b], **options)
+        start += n
+    return out, lse
+
+
+def run(device, p: Paged, q, **options):
+    """Run paged_attention on a host's q: out and lse on the host."""
+    q = device.put(q)
+    out = device.guarded(q.shape, p.pages.dtype)
+    arrays = (device.put(x) for x in (p.pages, p.table, p.lens))
+    result, lse = rawops.paged_attention(q, *arrays, out=out, return_lse=True, layout=p.layout, **options)
+    assert result is out
+    return device.get(out), device.get(lse)
+
+
+def close(got, lse, want, want_lse, dtype, tokens) -> None:
+    """Weights are rounded to the 16-bit type before they multiply the values."""
+    k = tokens * 2.0 ** (24 - 8 - (3 if dtype == "float16" else 0)) / 8
+    assert_close(got, want, DTYPES[dtype], k=int(k) + 8, magnitude=1.0)
+    finite = np.isfinite(want_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), ~finite)
+    np.testing.assert_allclose(lse[finite], want_lse[finite], rtol=2e-6, atol=4e-6)
+
+
+def decode_reference(q, p: Paged, **options):
+    found = [attend(q[b : b + 1], p.k[b], p.v[b], **options) for b in range(len(q))]
+    return np.concatenate([out for out, _ in found]), np.concatenate([lse for _, lse in found], axis=1)
+
+
+def queries(rng, rows, heads, head_dim, dtype="float16"):
+    return rng.standard_normal((rows, heads, head_dim)).astype(DTYPES[dtype])
+
+
+def forget_plans(monkeypatch) -> None:
+    """Have calls plan anew, by what a test has changed, and leave no such plan behind."""
+    monkeypatch.setattr(OP, "_plans", {})
+    monkeypatch.setattr(OP, "_last", (None, None, None, None))

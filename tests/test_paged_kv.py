@@ -2,7 +2,18 @@
 
 import numpy as np
 import pytest
-from paged_pool import DTYPES, NO_PAGE, Paged, attend
+from paged_pool import (
+    DTYPES,
+    NO_PAGE,
+    Paged,
+    attend,
+    close,
+    decode_reference,
+    forget_plans,
+    queries,
+    ragged_reference,
+    run,
+)
 
 import rawops
 from rawops import _paged_kv_attention, _paged_kv_prefill, config
@@ -10,34 +21,6 @@ from rawops.config import Config
 from rawops.testing.tolerances import assert_close
 
 LENS = [33, 1, 16, 0]
-
-
-def run(device, p: Paged, q, **options):
-    """Run paged_attention on a host's q: out and lse on the host."""
-    q = device.put(q)
-    out = device.guarded(q.shape, p.pages.dtype)
-    arrays = (device.put(x) for x in (p.pages, p.table, p.lens))
-    result, lse = rawops.paged_attention(q, *arrays, out=out, return_lse=True, layout=p.layout, **options)
-    assert result is out
-    return device.get(out), device.get(lse)
-
-
-def close(got, lse, want, want_lse, dtype, tokens) -> None:
-    """Weights are rounded to the 16-bit type before they multiply the values."""
-    k = tokens * 2.0 ** (24 - 8 - (3 if dtype == "float16" else 0)) / 8
-    assert_close(got, want, DTYPES[dtype], k=int(k) + 8, magnitude=1.0)
-    finite = np.isfinite(want_lse)
-    np.testing.assert_array_equal(np.isneginf(lse), ~finite)
-    np.testing.assert_allclose(lse[finite], want_lse[finite], rtol=2e-6, atol=4e-6)
-
-
-def decode_reference(q, p: Paged, **options):
-    found = [attend(q[b : b + 1], p.k[b], p.v[b], **options) for b in range(len(q))]
-    return np.concatenate([out for out, _ in found]), np.concatenate([lse for _, lse in found], axis=1)
-
-
-def queries(rng, rows, heads, head_dim, dtype="float16"):
-    return rng.standard_normal((rows, heads, head_dim)).astype(DTYPES[dtype])
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------
@@ -338,18 +321,10 @@ def test_output_over_the_queries(device, rng):
 # --- several queries a sequence -------------------------------------------------------------------------------------
 
 
-def ragged_reference(q, p: Paged, counts, **options):
-    out, lse = np.zeros(q.shape), np.full((q.shape[1], len(q)), -np.inf)
-    start = 0
-    for b, n in enumerate(counts):
-        out[start : start + n], lse[:, start : start + n] = attend(q[start : start + n], p.k[b], p.v[b], **options)
-        start += n
-    return out, lse
-
-
 @pytest.fixture(params=["lines of tiles", "flash attention's tiles"])
 def kernel(request, monkeypatch):
     """Which kernel takes several queries a sequence."""
+    forget_plans(monkeypatch)
     if request.param == "flash attention's tiles":
         monkeypatch.setattr(_paged_kv_prefill, "_MIN_ROWS", 0)
         monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
@@ -382,6 +357,7 @@ def test_ragged_queries_in_splits(device, rng):
 
 def test_flash_attention_tiles_in_splits(device, rng, monkeypatch):
     """Few rows and many keys: their ranges go to several blocks, and of the short sequence one of them has none."""
+    forget_plans(monkeypatch)
     monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
     p = Paged(rng, [520, 20], 1, 64, 64)
     q = queries(rng, 70, 2, 64)

@@ -183,3 +183,19 @@ def test_mistakes(device, rng, message):
     with pytest.raises(kind, match="append_paged_kv: " + message):
         rawops.append_paged_kv(**arrays | {name: change(arrays) for name, change in changes.items()})
     assert (device.get(arrays["pages"]) == PATTERN).all()
+
+
+@pytest.mark.parametrize("written", ["pages", "q_out"])
+def test_what_cannot_be_written(device, rng, written):
+    k, v = map(device.put, tokens(rng, 2, 2, 8))
+    arrays = {"k": k, "v": v, "pages": pool(device, 4, 16, 2, 8), "q": k.copy(), "q_out": v.copy()}
+    arrays |= dict.fromkeys(("cos", "sin"), device.put(np.ones((4, 4), np.float32)))
+    arrays |= {"block_table": device.put(np.zeros((2, 1), np.int32)), "positions": device.put(np.zeros(2, np.int32))}
+    x = arrays[written]
+    spread = device.xp.broadcast_to(x[:1], x.shape).view()
+    if device.is_emulated:
+        with pytest.raises(ValueError, match=f"append_paged_kv: {written} must be writeable"):
+            rawops.append_paged_kv(**arrays | {written: spread})
+        spread = np.lib.stride_tricks.as_strided(x, x.shape, spread.strides)
+    with pytest.raises(ValueError, match=f"append_paged_kv: {written} must have entries of its own"):
+        rawops.append_paged_kv(**arrays | {written: spread})

@@ -36,7 +36,7 @@ public:
         if (threadIdx.x == kWarpSize) plan(schedule, scales);
     }
 
-private:
+protected:
     // Says what comes next, well ahead: its divisions and what it asks of global memory take long.
     template <class Scales> __device__ void plan(const AttentionSchedule<false>& schedule, const Scales& scales) const {
         RingPosition<Tile::PLACES> slot;
@@ -300,7 +300,7 @@ private:
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = row_of(work) + half * 8;
-            const KeyRange visible = work.visible(params.shape, row);
+            const KeyRange visible = Tile::visible(params.shape, work, row);
             if constexpr (kPlain) {
                 mask_scores(s, half, visible, column);
             } else {  // the last row stands for those that do not exist
@@ -348,16 +348,14 @@ private:
 
     // Issues s = q @ k^T.
     __device__ void multiply_keys(typename Tile::Scores& s) const {
-        using Operand = typename Tile::OperandK;
-        const uint64_t q = Operand::descriptor(exchange.q + number * Tile::Q_BYTES);
-        const uint64_t k = Operand::descriptor(exchange.k + slot.stage * Tile::K_BYTES);
+        const uint64_t q = Tile::OperandQ::descriptor(exchange.q + number * Tile::Q_BYTES);
+        const uint64_t k = Tile::OperandK::descriptor(exchange.k + slot.stage * Tile::K_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int byte = 0; byte < Tile::D * Tile::ITEM; byte += 32) {
             const int box = byte / Tile::SPAN, within = byte % Tile::SPAN;
             AttentionAtom<T>::template multiply_keys<Tile::BLOCK_N>(
-                s, q + (box * 64 * Tile::SPAN + within >> 4), k + (box * Tile::BLOCK_N * Tile::SPAN + within >> 4),
-                byte > 0);
+                s, q + (box * 64 * Tile::SPAN + within >> 4), k + (box * Tile::BOX_STEP + within >> 4), byte > 0);
         }
         wgmma_commit();
     }
@@ -395,7 +393,7 @@ private:
     __device__ void take_nonfinite(typename Tile::Output& o, const AttentionBlock& work, int block) const {
         const int row = row_of(work);
         const uint32_t tile = exchange.v + before(slot).stage * Tile::V_BYTES;
-        const KeyRange visible[2] = {work.visible(params.shape, row), work.visible(params.shape, row + 8)};
+        const KeyRange visible[2] = {Tile::visible(params.shape, work, row), Tile::visible(params.shape, work, row + 8)};
 #pragma unroll 1
         for (int key = 0; key < Tile::BLOCK_N; ++key) {
             const int at = block * Tile::BLOCK_N + key;
@@ -426,20 +424,24 @@ private:
         const int row = row_of(work), lane = thread % kWarpSize;
         const int rows = work.rows(shape);
         auto* out = static_cast<typename Tile::Out*>(params.call.out) + work.split * shape.out_split +
-                    work.batch * shape.out.batch + work.head * shape.out.head;
-        float factor[2];
+                    work.batch * shape.out.batch + work.head * shape.out.head + work.q_begin * shape.out.row;
+        const int64_t lse_at = work.split * shape.lse_split + work.batch * shape.lse_batch +
+                               work.head * shape.lse_head + work.q_begin;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int at = row + half * 8;
+            const int at = row + half * 8, query = Tile::query(shape, at);
+            const int head = Tile::kPaged ? at - query * shape.packed : 0;  // from the first of the tile
+            const bool exists = at < rows;
             const float sum = softmax.sum[half];
-            factor[half] = sum == 0 ? 0 : (Tile::kBytes ? work.scale_v : kDrops ? shape.dropout.scale : 1.0f) / sum;
-            if (params.call.lse && lane % 4 == 0 && at < rows) {
-                params.call.lse[work.split * shape.lse_split + work.batch * shape.lse_batch +
-                                work.head * shape.lse_head + work.q_begin + at] =
+            if (params.call.lse && lane % 4 == 0 && exists) {
+                params.call.lse[lse_at + head * shape.lse_head + query] =
                     sum == 0 ? -infinity() : (softmax.base[half] - Softmax::kGain + log2f(sum)) * kLn2;
             }
+            const float factor =
+                sum == 0 ? 0 : (Tile::kBytes ? work.scale_v : kDrops ? shape.dropout.scale : 1.0f) / sum;
+            store_row(o, half, factor, out + query * shape.out.row + head * shape.out.head,
+                      exists ? shape.head_dim_v : 0, lane);
         }
-        store_rows(o, factor, out + work.q_begin * shape.out.row, shape.out.row, row, rows, shape.head_dim_v, lane);
     }
 };
 

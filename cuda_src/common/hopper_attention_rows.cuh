@@ -141,52 +141,47 @@ template <class T> struct AttentionAtom {
     template <class Tile>
     static __device__ float2 nonfinite_pair(uint32_t tile, int key, int col, int thread) {
         const int box = col / Tile::BOX_V, chunk = col % Tile::BOX_V / 8;
-        const uint32_t word = load_word(tile + box * Tile::BLOCK_N * Tile::SPAN_V +
-                                        swizzled_offset<Tile::SPAN_V>(key, chunk) + thread % 4 * 4);
+        const uint32_t word = load_word(tile + box * Tile::BOX_STEP_V + key / 8 * Tile::ROWS_STEP_V +
+                                        swizzled_offset<Tile::SPAN_V>(key % 8, chunk) + thread % 4 * 4);
         return widen_pair<T>(word & nonfinite_mask<T>(word));
     }
 };
 
-// Writes accumulators times their row's factor, where rows and columns exist. `row`: the first one of the thread.
+// Writes one of the thread's two rows, accumulators times `factor`, as far as there are columns. By the whole warp.
+template <class T, int COUNT>
+__device__ inline void store_row(const float (&acc)[COUNT], int half, float factor, T* out, int cols, int lane) {
+#pragma unroll
+    for (int group = 0; group < COUNT / 16; ++group) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* values = acc + (group * 4 + i) * 4 + half * 2;
+            packed[i] = narrow_pair<T>(values[0] * factor, values[1] * factor);
+        }
+        transpose_quad(packed, lane);
+        const int col = group * 32 + lane % 4 * 8;
+        if (col < cols) *reinterpret_cast<uint4*>(out + col) = {packed[0], packed[1], packed[2], packed[3]};
+    }
+}
+// In float32, as two columns a thread.
+template <int COUNT>
+__device__ inline void store_row(const float (&acc)[COUNT], int half, float factor, float* out, int cols, int lane) {
+#pragma unroll
+    for (int i = 0; i < COUNT / 4; ++i) {
+        const float* values = acc + i * 4 + half * 2;
+        const int col = i * 8 + lane % 4 * 2;
+        if (col < cols) *reinterpret_cast<float2*>(out + col) = {values[0] * factor, values[1] * factor};
+    }
+}
+
+// Both rows, `row` and the one 8 further on, where they exist; they lie `row_stride` apart.
 template <class T, int COUNT>
 __device__ inline void store_rows(const float (&acc)[COUNT], const float (&factor)[2], T* out, int64_t row_stride,
                                   int row, int rows, int cols, int lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int at = row + half * 8;
-#pragma unroll
-        for (int group = 0; group < COUNT / 16; ++group) {
-            uint32_t packed[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* values = acc + (group * 4 + i) * 4 + half * 2;
-                packed[i] = narrow_pair<T>(values[0] * factor[half], values[1] * factor[half]);
-            }
-            transpose_quad(packed, lane);
-            const int col = group * 32 + lane % 4 * 8;
-            if (at < rows && col < cols) {
-                *reinterpret_cast<uint4*>(out + at * row_stride + col) = {packed[0], packed[1], packed[2], packed[3]};
-            }
-        }
-    }
-}
-
-// The same in float32, as two columns a thread.
-template <int COUNT>
-__device__ inline void store_rows(const float (&acc)[COUNT], const float (&factor)[2], float* out, int64_t row_stride,
-                                  int row, int rows, int cols, int lane) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int at = row + half * 8;
-#pragma unroll
-        for (int i = 0; i < COUNT / 4; ++i) {
-            const int col = i * 8 + lane % 4 * 2;
-            if (at < rows && col < cols) {
-                const float* values = acc + i * 4 + half * 2;
-                *reinterpret_cast<float2*>(out + at * row_stride + col) = {values[0] * factor[half],
-                                                                           values[1] * factor[half]};
-            }
-        }
+        store_row(acc, half, factor[half], out + at * row_stride, at < rows ? cols : 0, lane);
     }
 }
 

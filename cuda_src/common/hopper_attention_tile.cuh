@@ -10,15 +10,16 @@ namespace rawops {
 __host__ __device__ constexpr int span_of(int bytes) { return bytes % 128 == 0 ? 128 : bytes % 64 == 0 ? 64 : 32; }
 
 // D and DV: head sizes of q and k, and of v, that are paid for; TMA fills what the arrays lack with zeros. kScore: how
-// scores are made. Out is float for the partial results of ranges of keys.
+// scores are made. Out is float for the partial results of ranges of keys. kPaged: keys and values come from pages, 8 rows
+// of all columns at a time, and a row of q's tile is one query of one of `packed` heads, 64 or a divisor of it.
 template <class T_, int D_, int DV_, int CONSUMERS_, int BLOCK_N_, int STAGES_, bool kTurns_, int kScore_ = 0,
-          class Out_ = T_>
+          class Out_ = T_, bool kPaged_ = false>
 struct HopperAttention {
     using T = T_;
     using Out = Out_;
     static constexpr int kScore = kScore_;
     static constexpr int D = D_, DV = DV_, CONSUMERS = CONSUMERS_, BLOCK_N = BLOCK_N_, STAGES = STAGES_;
-    static constexpr bool kTurns = kTurns_;
+    static constexpr bool kTurns = kTurns_, kPaged = kPaged_;
     static constexpr int ITEM = sizeof(T);
     static constexpr bool kBytes = ITEM == 1;  // float8: with scales, and values transposed; see hopper_attention_8bit
     static constexpr int BLOCK_M = 64 * CONSUMERS, THREADS = (1 + CONSUMERS) * kWarpGroupSize;
@@ -26,9 +27,13 @@ struct HopperAttention {
     static constexpr int SPAN = span_of(D * ITEM), BOX = SPAN / ITEM, BOXES = D / BOX;
     static constexpr int SPAN_V = span_of(DV * ITEM), BOX_V = SPAN_V / ITEM, BOXES_V = DV / BOX_V;
     static constexpr int SPAN_T = span_of(BLOCK_N);  // values transposed: boxes of all columns and as many keys
-    using OperandK = WgmmaOperand<true, BOX, SPAN, ITEM>;  // and q
+    // Bytes from a box of keys or values to the next, and from 8 of its rows to the next.
+    static constexpr int BOX_STEP = (kPaged ? 8 : BLOCK_N) * SPAN, ROWS_STEP = (kPaged ? BOXES : 1) * 8 * SPAN;
+    static constexpr int BOX_STEP_V = (kPaged ? 8 : BLOCK_N) * SPAN_V, ROWS_STEP_V = (kPaged ? BOXES_V : 1) * 8 * SPAN_V;
+    using OperandQ = WgmmaOperand<true, BOX, SPAN, ITEM>;
+    using OperandK = WgmmaOperand<true, BOX, SPAN, ITEM, ROWS_STEP>;
     using OperandV = typename Choose<kBytes, WgmmaOperand<true, SPAN_T, SPAN_T, 1>,
-                                     WgmmaOperand<false, BLOCK_N, SPAN_V>>::Type;
+                                     WgmmaOperand<false, BLOCK_N, SPAN_V, 2, ROWS_STEP_V, BOX_STEP_V>>::Type;
     using Scores = float[BLOCK_N / 2];
     using Output = float[DV / 2];
     using Weights = uint32_t[BLOCK_N * ITEM / 32][4];
@@ -41,10 +46,19 @@ struct HopperAttention {
     static constexpr int BARRIERS_AT = RAW_AT + kBytes * STAGES * V_BYTES;
     static constexpr int WORK_AT = BARRIERS_AT + (2 + kBytes) * RingBarriers<STAGES>::BYTES +
                                    RingBarriers<CONSUMERS>::BYTES + RingBarriers<PLACES>::BYTES;
-    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, REGISTERS = CONSUMERS == 3 ? 160 : 232;
+    static constexpr int PRODUCER_REGISTERS = kPaged ? 72 : CONSUMERS == 3 ? 32 : 40;
+    static constexpr int REGISTERS = kPaged ? 216 : CONSUMERS == 3 ? 160 : 232;
     static constexpr int TRANSPOSERS = kBytes ? 2 : 0;  // warps
-    static constexpr int READERS = 1 + CONSUMERS + TRANSPOSERS;  // of tasks: the producer is one of them
+    static constexpr int COPIERS = kPaged ? 3 : 1;  // warps of the producer that start copies
+    static constexpr int READERS = COPIERS + CONSUMERS + TRANSPOSERS;  // of tasks
 
+    // The query of a row, and the keys that it sees.
+    static __device__ int query(const AttentionShape& shape, int row) { return kPaged ? row / shape.packed : row; }
+    static __device__ KeyRange visible(const AttentionShape& shape, const AttentionBlock& work, int row) {
+        return work.visible(shape, query(shape, row));
+    }
+
+    static_assert(!kPaged || (CONSUMERS == 2 && kScore == 0 && !kBytes), "what pages do");
     static_assert(DV % 32 == 0, "a quad stores four eighths of 64 bytes");
     static_assert(Q_BYTES % 1024 == 0 && K_BYTES % 1024 == 0 && V_BYTES % 1024 == 0, "tiles start where the swizzle does");
     static_assert(!kBytes || (kScore == 0 && BLOCK_N % 32 == 0), "what float8 does");
@@ -101,7 +115,7 @@ struct KeyBlocks {
 
     template <class Tile> static __device__ KeyBlocks of(const AttentionShape& shape, const AttentionBlock& block) {
         const int row = block.tile * Tile::BLOCK_M, last = min_of(row + Tile::BLOCK_M, block.rows(shape)) - 1;
-        const KeyRange keys = block.keys(shape, row, last, Tile::BLOCK_N);
+        const KeyRange keys = block.keys(shape, Tile::query(shape, row), Tile::query(shape, last), Tile::BLOCK_N);
         if (row > last || keys.is_empty()) return {0, 0};
         return {keys.begin / Tile::BLOCK_N, ceil_div(keys.end, Tile::BLOCK_N)};
     }
@@ -110,7 +124,8 @@ struct KeyBlocks {
     template <class Tile>
     static __device__ KeyBlocks uncut(const AttentionParams& params, const AttentionBlock& block) {
         const int row = block.tile * Tile::BLOCK_M, last = min_of(row + Tile::BLOCK_M, block.rows(params.shape)) - 1;
-        const int begin = block.visible(params.shape, last).begin, end = block.visible(params.shape, row).end;
+        const int begin = Tile::visible(params.shape, block, last).begin;
+        const int end = Tile::visible(params.shape, block, row).end;
         const bool is_last = end == block.k_len && !params.call.cu_seqlens_k && !params.call.seqlens_k;
         return {ceil_div(begin, Tile::BLOCK_N), (end + is_last * (Tile::BLOCK_N - 1)) / Tile::BLOCK_N};
     }
@@ -174,8 +189,8 @@ struct AttentionTask : AttentionBlock {
     template <class Tile> __device__ void plan(const AttentionParams& params) {
         const int row = tile * Tile::BLOCK_M;
         keys = KeyBlocks::of<Tile>(params.shape, *this);
-        plain = {ceil_div(visible(params.shape, row + Tile::BLOCK_M - 1).begin, Tile::BLOCK_N),
-                 visible(params.shape, row).end / Tile::BLOCK_N};
+        plain = {ceil_div(Tile::visible(params.shape, *this, row + Tile::BLOCK_M - 1).begin, Tile::BLOCK_N),
+                 Tile::visible(params.shape, *this, row).end / Tile::BLOCK_N};
     }
     __device__ bool has_keys() const { return keys.first < keys.end; }
 };

@@ -10,6 +10,10 @@ struct PagedParams {
     void* out;
     float *lse, *partial;  // lse: none if not wanted; partial: per block, 2 slots of PartialSlot::FLOATS
     int* counters;         // one a block, 0 between launches
+    // Results over keys that come before all others, [parts][row of q][head][head_dim], and their lse, [parts][head][row
+    // of q]; none if there are no parts.
+    const float *prior, *prior_lse;
+    int64_t prior_split, prior_lse_split;  // from part to part
     int64_t q_row, q_head, out_row, out_head, out_dim, lse_head, lse_row;  // q: pairs of columns on 4-byte boundaries
     PagePool pool;
     PagedWork work;
@@ -67,8 +71,10 @@ struct Merged {
     }
 };
 
-template <class T, class Tile, int WARPS, bool kRagged> class ItemEnd {
+// AT_ONCE: partial results that are read at once where there are many.
+template <class T, class Tile, int ROWS, int WARPS, int AT_ONCE, bool kRagged> class ItemEnd {
 public:
+    using State = RowState<T, Tile, ROWS>;
     using Rows = ItemRows<Tile::TOKENS, kRagged>;
     using Slot = PartialSlot<Tile::HEAD_DIM>;
     using Sums = ChunkTile<Tile::HEAD_DIM / 4>;  // a warp's float32 sums
@@ -77,28 +83,24 @@ public:
     __device__ ItemEnd(const PagedParams& p, Meeting<WARPS>& m) : params(p), meeting(m) {}
 
     // Leaves a warp's sums in a slot of its ring.
-    __device__ void leave(const RowState<T, Tile>& state, uint32_t slot, bool has_tiles, int count) {
+    __device__ void leave(const State& state, uint32_t slot, bool has_tiles, int count) {
         const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
         if (lane == 0) meeting.slot[warp] = has_tiles ? slot : 0;
         if (!has_tiles) return;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = lane / 4 + r * 8;
+        for (int r = 0; r < State::OWN; ++r) {
+            const int row = row_of_lane(r, lane);
             if (row >= count) continue;
-            if (lane % 4 == 0) meeting.top[warp][row] = state.top[r], meeting.sum[warp][row] = state.sum[r];
-            const int from = Sums::offset(lane / 4, Fragments<T, Tile>::out_column(0, 0, lane) / 4);
+            if (lane < 4) meeting.top[warp][row] = state.top[r], meeting.sum[warp][row] = state.sum[r];
 #pragma unroll
-            for (int step = 0; step < Tile::HEAD_DIM / 16; ++step) {
-                const auto &even = state.out[2 * step], &odd = state.out[2 * step + 1];
-                const uint32_t to = slot + Sums::moved(from, r * 8, step * 4);
-                if constexpr (Tile::kScaled) {
-                    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(even[2 * r]), "f"(odd[2 * r]),
-                                 "f"(even[2 * r + 1]), "f"(odd[2 * r + 1])
-                                 : "memory");
-                } else {
-                    const uint32_t half = lane % 2 * 8;  // of the 16-byte chunk
-                    store_pair(to + half, even[2 * r], even[2 * r + 1]);
-                    store_pair(slot + Sums::moved(from, r * 8, step * 4 + 2) + half, odd[2 * r], odd[2 * r + 1]);
+            for (int half = 0; half < 2; ++half) {
+                const int column = Fragments<T, Tile>::out_column(half, lane);
+                const int from = Sums::offset(row, column / 4);
+#pragma unroll
+                for (int step = 0; step < State::STEPS; ++step) {
+                    const uint32_t to = slot + Sums::moved(from, 0, step * 4) + column % 4 * 4;
+                    const float x = state.out[step][r / 2][half * 2 + r % 2];
+                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
                 }
             }
         }
@@ -131,10 +133,6 @@ private:
     const PagedParams& params;
     Meeting<WARPS>& meeting;
 
-    static __device__ void store_pair(uint32_t to, float first, float second) {
-        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(first), "f"(second) : "memory");
-    }
-
     __device__ float* partial(const Shares& shares, int i) const {
         const int slot = i == 0 ? shares.first_slot : 2 * (shares.first + i);
         return params.partial + int64_t(slot) * Slot::FLOATS;
@@ -159,31 +157,65 @@ private:
         return merged;
     }
 
-    // In the order of the blocks, whichever came last. Those of a batch are read at once; past the end, the last again.
+    // In the order of the blocks, whichever came last.
     __device__ Merged of_blocks(const Shares& shares, int row, int group) const {
-        constexpr int BATCH = 8;
         Merged merged;
+        auto load = [&](int i, float& top, float& sum, float4& term) {
+            const float* from = partial(shares, i);
+            top = load_partial(from + Slot::MAXIMA + row);
+            sum = load_partial(from + Slot::SUMS + row);
+            term = load_partial(reinterpret_cast<const float4*>(from) + row * GROUPS + group);
+        };
+        if (shares.count <= 4) add_parts<4>(merged, shares.count, load);
+        else add_parts<AT_ONCE>(merged, shares.count, load);
+        return merged;
+    }
+
+    // What an earlier launch has made of the keys before.
+    __device__ void add_prior(Merged& merged, int64_t query, int64_t head, int group) const {
+        const int head_dim = params.pool.head_dim, heads = params.work.kv_heads * params.work.group;
+        if (group * 4 >= head_dim) return;
+        const float* values = params.prior + (query * heads + head) * head_dim + group * 4;
+        const float* lse = params.prior_lse + head * params.work.total_q + query;
+        add_parts<4>(merged, params.work.prior_parts, [&](int i, float& top, float& sum, float4& term) {
+            top = load_partial(lse + i * params.prior_lse_split) * kLog2E;
+            sum = 1;
+            term = load_partial(reinterpret_cast<const float4*>(values + i * params.prior_split));
+        });
+    }
+
+    // Those of a batch are loaded at once; past the end, the last again.
+    template <int BATCH, class Load> static __device__ void add_parts(Merged& merged, int count, const Load& load) {
 #pragma unroll 1
-        for (int begin = 0; begin < shares.count; begin += BATCH) {
+        for (int begin = 0; begin < count; begin += BATCH) {
             float top[BATCH], sum[BATCH];
             float4 term[BATCH];
             float high = merged.top;
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const float* from = partial(shares, min_of(begin + i, shares.count - 1));
-                top[i] = __ldcg(from + Slot::MAXIMA + row);
-                sum[i] = __ldcg(from + Slot::SUMS + row);
-                term[i] = __ldcg(reinterpret_cast<const float4*>(from) + row * GROUPS + group);
-            }
+            for (int i = 0; i < BATCH; ++i) load(min_of(begin + i, count - 1), top[i], sum[i], term[i]);
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) high = fmaxf(high, top[i]);
             merged.raise(high);
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                if (begin + i < shares.count) merged.add(top[i], sum[i], term[i]);
+                if (begin + i < count && top[i] != minus_infinity()) merged.add(top[i], sum[i], term[i]);
             }
         }
-        return merged;
+    }
+
+    // Loads from the L2 that the compiler leaves in their order: it would have one wait for another to save registers.
+    static __device__ float load_partial(const float* from) {
+        float x;
+        asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+        return x;
+    }
+    static __device__ float4 load_partial(const float4* from) {
+        float4 x;
+        asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                     : "l"(from)
+                     : "memory");
+        return x;
     }
 
     // Whether all other blocks of the item have left their part; the counter is then ready for the next launch.
@@ -200,8 +232,9 @@ private:
         return meeting.is_last;
     }
 
-    __device__ void write(const Rows& rows, int row, int group, const Merged& merged) const {
+    __device__ void write(const Rows& rows, int row, int group, Merged merged) const {
         const int64_t query = rows.q_begin + rows.query(row), head = rows.head(row);
+        if (params.work.prior_parts > 0) add_prior(merged, query, head, group);
         T* out = static_cast<T*>(params.out) + query * params.out_row + head * params.out_head;
         const float factor = merged.sum == 0 ? 0 : 1 / merged.sum;
 #pragma unroll

@@ -17,6 +17,8 @@ struct PagedWork {
     int window_left, window_right;
     int num_splits;  // 0: as many as balance the blocks
     int row_tiles;   // not kRagged: of 16 heads of a group
+    int skipped;     // keys of each sequence that lie before its row of the table
+    int prior_parts; // results that there are of them
 };
 
 // Keys begin <= j < end, for a query or for a tile.
@@ -31,7 +33,7 @@ template <int TOKENS, bool kRagged> struct Sequence {
 
     __device__ Sequence() : q_begin(0), q_count(0), length(0), first_key(0), tiles(0), row_tiles(0) {}
     __device__ Sequence(const PagedWork& work, int b, int capacity)
-        : q_begin(b), q_count(1), length(clamp(work.seq_lens[b], 0, capacity)), row_tiles(work.row_tiles) {
+        : q_begin(b), q_count(1), length(clamp(work.seq_lens[b] - work.skipped, 0, capacity)), row_tiles(work.row_tiles) {
         if constexpr (kRagged) {
             q_begin = clamp(work.cu_seqlens_q[b], 0, work.total_q);
             q_count = clamp(work.cu_seqlens_q[b + 1], q_begin, work.total_q) - q_begin;

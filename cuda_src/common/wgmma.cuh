@@ -7,12 +7,14 @@ namespace rawops {
 
 // An operand in shared memory as TMA brings it, in boxes whose rows are SPAN bytes along the contiguous axis and
 // swizzled over as many. K-major: rows along MN, each 64 of K. MN-major: rows along K, each SPAN / 2 of MN, and one box
-// after another. Everything is aligned to 8 * SPAN bytes, after which the swizzle repeats.
-template <bool kKMajor, int BLOCK_K, int SPAN = 128, int ITEM_BYTES = 2> struct WgmmaOperand {
-    static constexpr int ATOM = 8 * SPAN;
-    static constexpr int BOX = BLOCK_K * SPAN;                 // MN-major: from one box to the next
+// after another. Everything is aligned to 8 * SPAN bytes, after which the swizzle repeats; other things may lie between
+// such atoms.
+template <bool kKMajor, int BLOCK_K, int SPAN = 128, int ITEM_BYTES = 2, int ATOM_ = 8 * SPAN, int BOX_ = BLOCK_K * SPAN>
+struct WgmmaOperand {
+    static constexpr int ATOM = ATOM_;                         // bytes to the next 8 rows
+    static constexpr int BOX = BOX_;                           // MN-major: from one box to the next
     static constexpr int K_STEP = kKMajor ? 32 : 2 * ATOM;     // bytes to the next 16 of K
-    static constexpr int ROWS_64 = kKMajor ? 64 * SPAN : BOX;  // bytes to the next 64 of MN
+    static constexpr int ROWS_64 = kKMajor ? 8 * ATOM : BOX;   // bytes to the next 64 of MN
     static_assert(!kKMajor || BLOCK_K * ITEM_BYTES == SPAN, "a K-major tile is one box wide");
     static_assert(kKMajor || ITEM_BYTES == 2, "only 16-bit operands may be MN-major");
 

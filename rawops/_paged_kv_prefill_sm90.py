@@ -1,0 +1,163 @@
+"""The host side of paged_prefill_sm90.cu: many queries a sequence on Hopper, pages by TMA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rawops import _attention_config as attention
+from rawops import _attention_sm90 as contiguous
+from rawops._attention_sm90 import View
+from rawops._paged_kv_pool import DTYPES, Pool
+from rawops._paged_kv_workspace import Workspace
+from rawops._runtime import dtypes
+from rawops._runtime.kernel import Function, KernelSpec
+from rawops._runtime.tensormap import TensorMap
+
+_GROUP = 8  # rows that are copied together: the swizzle repeats after as many
+_ROWS = 64  # of a consumer
+_TASKS = 16  # tiles an SM, some of them empty, up to which a long sequence has blocks for all of its tiles
+
+_TEMPLATE = ("dtype", "out_dtype", "head_dim", "consumers", "block_n", "stages", "turns")
+KERNEL = KernelSpec(
+    source="paged_prefill_sm90.cu",
+    entry="rawops::paged_prefill_sm90",
+    template=_TEMPLATE,
+    choices={
+        "dtype": DTYPES,
+        "out_dtype": (*DTYPES, "float32"),
+        "head_dim": attention.HEAD_DIMS,
+        "consumers": (2,),
+        "block_n": tuple(range(16, 257, 16)),
+        "stages": (2, 3),
+        "turns": (False, True),
+    },
+    smoke=[
+        dict(zip(_TEMPLATE, values, strict=True))
+        for values in (
+            ("float16", "float16", 64, 2, 128, 3, True),
+            ("float16", "float16", 128, 2, 128, 2, True),
+            ("float16", "float32", 128, 2, 128, 2, True),
+            ("bfloat16", "bfloat16", 256, 2, 80, 2, False),
+        )
+    ],
+    min_arch=90,
+    max_arch=90,
+    params=attention.PARAMS,
+)
+
+
+class Choice(NamedTuple):
+    """How the rows of all queries go to blocks: heads side by side in a tile, tiles of a sequence, ranges of keys."""
+
+    config: contiguous.Config
+    packed: int
+    row_tiles: int
+    splits: int
+
+
+def supports(device, problem: attention.Problem, pool: Pool, views: dict[str, View]) -> bool:
+    """Tell whether the kernel can run a problem; `views` has q, out and the keys of the pool."""
+    keys = views["k"]
+    if not KERNEL.exists_on(device.capability) or problem.score or problem.head_dim % _box_columns(problem.head_dim):
+        return False
+    if pool.page_size < _GROUP or 0 in keys.shape or not all(map(contiguous.movable, views.values())):
+        return False
+    page, row, *_ = keys.strides
+    return page % (_GROUP * row) == 0 and pool.numbers[6] * (page // (_GROUP * row)) < 2**31
+
+
+def page_groups(pool: Pool) -> int:
+    """Return how many groups of rows lie between two pages."""
+    page, _, row, *_ = pool.numbers
+    return page // (_GROUP * row)
+
+
+def _box_columns(head_dim: int) -> int:
+    """Return the columns of a box: those of the swizzle."""
+    return 64 if attention.padded(head_dim) % 64 == 0 else 32
+
+
+def select(problem: attention.Problem, sm_count: int) -> Choice:
+    """Choose the tile, and how many blocks share the work; pure arithmetic on averages, since lengths are not known."""
+    config = contiguous.select_config(problem, sm_count, 1)
+    config = dataclasses.replace(config, consumers=2)  # with three, registers would not do for the producer
+    if config.head_dim == 128:
+        config = dataclasses.replace(config, block_n=128)  # into which larger boxes go
+    packed = problem.group if _ROWS % problem.group == 0 else 1
+    heads, rows = problem.heads // packed, problem.seqlen_q * packed
+    average = -(-rows // (problem.batches * config.block_m))
+    budget = _TASKS * sm_count // ((problem.batches + 1) * heads)
+    row_tiles = min(-(-rows // config.block_m), max(average, budget))
+    tiles, splits = problem.batches * heads * average, 1
+    if 3 * tiles < 2 * sm_count:
+        splits = max(1, min(sm_count // tiles, problem.seqlen_k // (2 * config.block_n), attention.MOST_SPLITS))
+    return Choice(config, packed, row_tiles, splits)
+
+
+def launcher(
+    device, problem: attention.Problem, pool: Pool, choice: Choice, out_dtype: str, views: dict[str, View]
+) -> Callable[[Workspace, tuple], None]:
+    """Return what launches a problem with the values of AttentionParams."""
+    config = choice.config
+    kernel = _kernel(device, problem.dtype, out_dtype, config)
+    maps = _maps(device, problem, pool, choice, views)
+    tiles = (problem.batches + 1) * (problem.heads // choice.packed) * choice.row_tiles * choice.splits
+    blocks = min(tiles, device.sm_count)
+
+    def launch(workspace: Workspace, values: tuple) -> None:
+        taken = workspace.zeros(device, 1) if tiles > blocks else 0
+        arguments = (maps(*values[:3]), attention.PARAMS.pack(*values), config.section * choice.splits, taken)
+        kernel.launch((blocks, 1, 1), (config.threads, 1, 1), arguments, config.shared_bytes)
+
+    return launch
+
+
+def _kernel(device, dtype: str, out_dtype: str, config: contiguous.Config) -> Function:
+    return KERNEL.kernel(
+        device,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        head_dim=config.head_dim,
+        consumers=config.consumers,
+        block_n=config.block_n,
+        stages=config.stages,
+        turns=config.turns,
+    )
+
+
+def _maps(device, problem: attention.Problem, pool: Pool, choice: Choice, views: dict[str, View]) -> Callable:
+    """Return a function from the addresses of q, keys and values to their tensor maps."""
+    config, size = choice.config, 2
+    box = _box_columns(config.head_dim)
+    swizzle, boxes = box * size, config.head_dim // box
+    _, total, heads, columns = views["q"].shape
+    _, row, head, _ = (s * size for s in views["q"].strides)
+    # a box of q has the heads that lie side by side in a tile, query after query
+    queries = functools.partial(
+        TensorMap,
+        dtype=dtypes.numpy(problem.dtype),
+        shape=(1, 1, total, heads, columns),
+        strides=(16, 16, row if total > 1 else 16, head if heads > 1 else 16, size),
+        box=(1, 1, _ROWS // choice.packed, choice.packed, box),
+        swizzle=swizzle,
+    )
+    num_pages, page_size, kv_heads, _ = views["k"].shape
+    _, row, head, _ = (s * size for s in views["k"].strides)
+    pages = functools.partial(
+        TensorMap,
+        dtype=dtypes.numpy(problem.dtype),
+        shape=(kv_heads, (num_pages - 1) * page_groups(pool) + page_size // _GROUP, boxes, _GROUP, box),
+        strides=(head if kv_heads > 1 else 16, _GROUP * row, swizzle, row, size),
+        box=(1, min(page_size, config.block_n & -config.block_n) // _GROUP, boxes, _GROUP, box),
+        swizzle=swizzle,
+    )
+    encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
+
+    @functools.lru_cache(maxsize=64)
+    def maps(q: int, k: int, v: int) -> bytes:
+        return b"".join(encode(describe(address)) for describe, address in ((queries, q), (pages, k), (pages, v)))
+
+    return maps
