@@ -211,7 +211,7 @@ SIMT = KernelSpec(
     choices={"score": SCORES},
     smoke=({"score": 0}, {"score": SOFTCAP | ALIBI | BIAS}, {"score": DROPS}),
     params=PARAMS,
-    spills={"sm_100a": 12},
+    spills={"sm_100a": 20},
 )
 SIMT_ROWS, SIMT_KEYS = 16, 32  # of a block of attention_simt.cu, in which a warp has 4 rows and a lane a key
 
