@@ -1,4 +1,4 @@
-"""GEMM beside cuBLAS, and beside torch.mm where torch is installed."""
+"""GEMM beside torch.mm, or cuBLAS where torch is not installed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def plain(precision: str, m: int, n: int, k: int, layout: str = "nt") -> Case:
-    """A product beside cuBLAS; "n" stands for a row-major operand, "t" for a column-major one."""
+    """A product; "n" stands for a row-major operand, "t" for a column-major one."""
     tf32 = precision == "tf32"
     dtype = np.dtype("float32" if tf32 else precision)
     size = (m * k + k * n + m * n) * dtype.itemsize
@@ -101,10 +101,11 @@ def plain(precision: str, m: int, n: int, k: int, layout: str = "nt") -> Case:
         for _ in range(rotations(size))
     ]
     op = rawops.Gemm(m, n, k, dtype.name, precision="tf32" if tf32 else None)
-    rivals = {"cuBLAS": functools.partial(cublas.gemm, tf32=tf32)}
-    if torch is not None:
+    if torch is None:
+        rivals = {"cuBLAS": functools.partial(cublas.gemm, tf32=tf32)}
+    else:
         torch.backends.cuda.matmul.allow_tf32 = tf32
-        rivals["torch.mm"] = Torch(inputs, lambda a, b, out: torch.mm(a, b, out=out))
+        rivals = {"torch.mm": Torch(inputs, lambda a, b, out: torch.mm(a, b, out=out))}
     shape = f"{m} x {n} x {k}" + (f" {layout.upper()}" if layout != "nt" else "")
     return Case(shape, precision, 2.0 * m * n * k, size, inputs, functools.partial(run, op), rivals)
 
