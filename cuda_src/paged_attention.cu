@@ -5,11 +5,13 @@
 // block take tiles in turn, each through a ring of its own, which runs ahead into the block's next items; they meet
 // only at the end of an item. An item that several blocks share is put together by the last of them to finish, always
 // in the same order.
+#include "common/launches.cuh"
 #include "common/paged_finish.cuh"
 
 namespace rawops {
 
-template <class T_, class Stored, int HEAD_DIM_, int ACCESS, int ROWS_, int WARPS_, int STAGES_, int BLOCKS_, bool kRagged_>
+template <class T_, class Stored, int HEAD_DIM_, int ACCESS, int ROWS_, int WARPS_, int STAGES_, int BLOCKS_,
+          bool kRagged_>
 struct PagedShape {
     using T = T_;
     using Tile = TokenTile<Stored, HEAD_DIM_, ACCESS>;
@@ -227,6 +229,8 @@ __global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS)
     extern __shared__ __align__(128) char rings[];
     __shared__ Meeting<WARPS> meeting;
     __shared__ typename RowState<T, typename Shape::Tile, ROWS>::Query queries[HEAD_DIM / 16 * kWarpSize];
+    start_next_launch();
+    await_launch_before();
     PagedBlock<Shape>(params, meeting, queries, rings).run();
     if constexpr (kRagged) clear_rest<T>(params);
 }

@@ -172,7 +172,7 @@ class Launch:
             *(q, out, lse, partial, counters, *prior[:4], *self.strides, pages, table, *scales, *self.pool, lens, cu),
             *(*self.work, prior.count, *self.rule, slopes),
         )
-        self.function.launch(self.grid, self.block, (packed,), self.shared_bytes)
+        self.function.launch(self.grid, self.block, (packed,), self.shared_bytes, early=True)
 
 
 def plan_launch(
