@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rawops.testing import has_gpu
 from rawops.testing.tables import show
-from rawops.testing.timing import Timing, graph_times, loop_time
+from rawops.testing.timing import Timing, graph_times, loop_times
 
 if not has_gpu():
     sys.exit("A benchmark needs a GPU and CuPy: python -m rawops info says what is missing.")
@@ -42,7 +42,7 @@ class Case:
     rivals : mapping of str to callable
         Others, with the same arguments. The first must give the same answer.
     loops : mapping of str to callable
-        Others that no CUDA graph records: they run in a loop, and what they take of the host counts.
+        Rivals that no graph takes: timed in loops of calls from Python, and beside them ours once more.
     extra : mapping of str to object
         Further columns of the row.
     """
@@ -58,11 +58,18 @@ class Case:
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
-def main(op: str, cases: Callable[[bool], Iterable[Case]], argv: Sequence[str] | None = None) -> int:
-    """Measure `cases(quick)` and show them; 1 if an answer is wrong."""
+def main(
+    op: str,
+    cases: Callable[[bool], Iterable[Case]],
+    argv: Sequence[str] | None = None,
+    plot: Callable[[list, str], None] | None = None,
+) -> int:
+    """Measure `cases(quick)` and show them; 1 if an answer is wrong. `plot` takes the rows and a file name."""
     parser = argparse.ArgumentParser(prog=f"bench {op}", description=f"Time {op} beside its rivals.")
     parser.add_argument("--quick", action="store_true", help="the few shapes that matter most, about 30 s")
     parser.add_argument("--json", action="store_true", help="one JSON line a case instead of the table")
+    if plot is not None:
+        parser.add_argument("--plot", metavar="FILE", nargs="?", const=f"{op}.png", help="draw the table")
     options = parser.parse_args(argv)
     machine = environment()
     rows = []
@@ -73,6 +80,8 @@ def main(op: str, cases: Callable[[bool], Iterable[Case]], argv: Sequence[str] |
     if not options.json:
         title = f"{op}: microseconds a call, median and p20-p80 of CUDA-graph replays, inputs rotated past the L2"
         show(title, rows, note=", ".join(f"{key} {value}" for key, value in machine.items()))
+    if plot is not None and options.plot:
+        plot(rows, options.plot)
     return int(not all(row["right"] for row in rows))
 
 
@@ -91,10 +100,19 @@ def measure(case: Case) -> dict[str, object]:
         "GB/s": case.bytes / ours.median * 1e-3,
         "% of roofline": _roofline_percent(case, ours),
         **{f"x {name}": times[name].median / ours.median for name in case.rivals},
-        **{f"x {name}": loop_time(call, case.inputs).median / ours.median for name, call in case.loops.items()},
+        **_loops(case),
         **case.extra,
         "right": right,
     }
+
+
+def _loops(case: Case) -> dict[str, object]:
+    """The columns of calls from Python."""
+    if not case.loops:
+        return {}
+    times = loop_times({"rawops": case.ours, **case.loops}, case.inputs)
+    ours = times["rawops"].median
+    return {"from Python us": ours, **{f"x {name}": times[name].median / ours for name in case.loops}}
 
 
 def environment() -> dict[str, str]:

@@ -3,12 +3,12 @@
 
 namespace rawops {
 
-// sums: (slices, rows), with alpha in them. 32 neighbouring rows and 8 slices at a time to a block.
-template <class X>
+// sums: (slices, rows), with alpha in them. 256 / PARTS neighbouring rows and PARTS slices at a time to a block.
+template <class X, int PARTS>
 __global__ void __launch_bounds__(256)
     spmv_slices(const __grid_constant__ SpmvCall call, const Accumulator<X>* __restrict__ sums, int slices) {
     using A = Accumulator<X>;
-    constexpr int ROWS = 32, PARTS = 8;
+    constexpr int ROWS = 256 / PARTS;
     __shared__ A parts[PARTS][ROWS];
     RowEnd<X> end(call);
     const int part = threadIdx.x / ROWS, place = threadIdx.x % ROWS;

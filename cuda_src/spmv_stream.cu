@@ -29,16 +29,19 @@ struct Tile {
     unsigned short rows, entries;  // entries: from first_entry on
 };
 
+struct Segment {
+    int64_t begin, stop;
+    int row, first, count, unused;  // the segments of its row
+};
+
 struct StreamPlan {
     const Tile* tiles;
-    const int64_t* segments;    // (segments, 4): first entry, the one behind the last, row, index in splits or -1
-    const int* splits;          // (splits, 2): first segment, segments
+    const Segment* segments;
     void* sums;                 // (segments), of the accumulator's type
-    unsigned int* tickets;      // (splits), zero between products
+    unsigned int* tickets;      // (segments), as finish_part has them: of a row, that of its first segment
     int segment_count, segment_blocks, tile_count;
     int lanes;                  // threads that add up a row of a tile
-    int groups, group_blocks;   // blocks in tile groups, of which each walks over tiles_per_group neighbouring tiles
-    int tiles_per_group;
+    int tile_blocks;            // behind those of the segments
 };
 
 // Reads what is read once past the L1, which x needs.
@@ -129,9 +132,8 @@ __device__ void multiply_tiles(const SpmvCall& call, const StreamPlan& plan, Row
     __shared__ Products<A> products;
     const P* __restrict__ indptr = static_cast<const P*>(call.indptr);
     const X* __restrict__ x = static_cast<const X*>(call.x);
-    const int block = blockIdx.x - plan.segment_blocks, group = block % plan.groups, step = plan.group_blocks;
-    const int last = min_of((group + 1) * plan.tiles_per_group, plan.tile_count);
-    int index = group * plan.tiles_per_group + block / plan.groups;
+    const int step = plan.tile_blocks, last = plan.tile_count;
+    int index = blockIdx.x - plan.segment_blocks;
     if (index >= last) return;
 
     const int first = threadIdx.x * kGroup;  // of this thread in a tile
@@ -171,7 +173,7 @@ __device__ void multiply_tiles(const SpmvCall& call, const StreamPlan& plan, Row
     }
 }
 
-// The sum of a warp's own entries from `begin` to `stop`.
+// A lane's part of the sum of a warp's own entries from `begin` to `stop`.
 template <class V, class X, bool kConjugate>
 __device__ Accumulator<X> sum_entries(const SpmvCall& call, int64_t begin, int64_t stop, int lane) {
     using A = Accumulator<X>;
@@ -190,7 +192,7 @@ __device__ Accumulator<X> sum_entries(const SpmvCall& call, int64_t begin, int64
             sums[i % kGroup] = multiply_add(value, factor, sums[i % kGroup]);
         }
     }
-    return sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])), kWarpSize);
+    return add(add(sums[0], sums[1]), add(sums[2], sums[3]));
 }
 
 template <class V, class X, bool kConjugate>
@@ -198,33 +200,10 @@ __device__ void multiply_segment(const SpmvCall& call, const StreamPlan& plan, R
     using A = Accumulator<X>;
     const int segment = blockIdx.x * (kThreads / kWarpSize) + threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     if (segment >= plan.segment_count) return;
-    const int64_t* found = plan.segments + 4 * segment;
-    const int row = int(found[2]), split = int(found[3]);
+    const Segment found = plan.segments[segment];
     A sum = {};
-    if (end.reads_a) sum = sum_entries<V, X, kConjugate>(call, found[0], found[1], lane);
-    if (split < 0) {
-        if (lane == 0) end.finish(row, sum);
-        return;
-    }
-    const int first = plan.splits[2 * split], count = plan.splits[2 * split + 1];
-    volatile A* sums = static_cast<volatile A*>(plan.sums);
-    int is_last = 0;
-    if (lane == 0) {
-        store_volatile(sums + segment, sum);
-        __threadfence();
-        is_last = atomicInc(plan.tickets + split, count - 1) == count - 1;  // back to zero by itself
-    }
-    if (!__shfl_sync(~0u, is_last, 0)) return;
-    __threadfence();
-    sum = A{};
-    for (int i = lane; i < count; i += kWarpSize) sum = add(sum, load_volatile(sums + first + i));
-    sum = sum_lanes(sum, kWarpSize);
-    if (lane == 0) {
-        RowEnd<X> own = end;  // its square has a place of its own, since any block may be the last
-        own.squares = 0;
-        own.finish(row, sum);
-        if (call.partials != nullptr) call.partials[gridDim.x + split] = own.squares;
-    }
+    if (end.reads_a) sum = sum_entries<V, X, kConjugate>(call, found.begin, found.stop, lane);
+    finish_part(end, plan.sums, plan.tickets, segment, found.row, found.first, found.count, sum);
 }
 
 template <class V, class X, class P, bool kConjugate, bool kWalks>

@@ -64,8 +64,8 @@ class BSRMatrix:
             checks.fail(ValueError, function, "data", "have shape (blocks, block, block)", f"{tuple(data.shape)}")
         data = data.astype(formats.value_dtype(function, "data", data.dtype), copy=False)
         grid = _grid(function, shape, data.shape[2])
-        xp = formats.module_of(data)
-        rows = formats.from_compressed(function, xp.arange(data.shape[0], dtype=np.int32), indices, indptr, grid, "row")
+        numbers = formats.module_of(data).arange(data.shape[0], dtype=np.int32)
+        rows = formats.from_compressed(function, device, numbers, indices, indptr, grid, "row")
         return cls._of_blocks(function, device, data[: rows.nnz], formats.row_numbers(rows), rows.indices, shape)
 
     @classmethod

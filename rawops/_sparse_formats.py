@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime import checks, dtypes
 from rawops._runtime.kernel import KernelSpec
+from rawops._sparse_measure import Measured, measure, module_of
 
 VALUES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 MAX_SIZE = 2**31 - 2**10  # rows or columns: indices are int32 on the device
@@ -34,12 +35,15 @@ class Rows:
         Column of each entry, in any order within a row; entries of one place add up.
     indptr : array (rows + 1,), int32 or int64
     shape : tuple of int
+    measured : Measured, optional
+        Known from the checks of what came in.
     """
 
     data: Any
     indices: Any
     indptr: Any
     shape: tuple[int, int]
+    measured: Measured | None = None
 
     @property
     def nnz(self) -> int:
@@ -48,11 +52,6 @@ class Rows:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.indices.nbytes + self.indptr.nbytes
-
-
-def module_of(x):
-    """Return NumPy for an array of the emulator, else CuPy."""
-    return np if isinstance(x, np.ndarray) else arrays.cupy_or_raise("SparseMatrix")
 
 
 def gather(device, data, order, starts=None):
@@ -64,18 +63,6 @@ def gather(device, data, order, starts=None):
         addresses = [device.pointer(x) for x in (data, order, starts, out)]
         kernel.launch((-(-count // 256), 1, 1), (256, 1, 1), (*addresses, count))
     return out
-
-
-def transposed(device, rows: Rows) -> tuple[Rows, Any]:
-    """Return the compressed rows of the transpose, and the order in which they take the entries.
-
-    A stable sort by column: entries of a column keep the order of their rows, so the same matrix gives the same bits.
-    """
-    xp = module_of(rows.indices)
-    order = column_order(rows)
-    indices = row_numbers(rows)[order]
-    indptr = pointers(xp, rows.indices, rows.shape[1])
-    return Rows(gather(device, rows.data, order), indices, indptr, rows.shape[::-1]), order
 
 
 def row_numbers(rows: Rows):
@@ -90,24 +77,35 @@ def column_order(rows: Rows):
     return module_of(rows.indices).argsort(rows.indices, kind="stable").astype(np.int64, copy=False)
 
 
-def from_compressed(function: str, data, indices, indptr, shape: tuple[int, int], by: str) -> Rows:
-    """Check compressed rows (or columns, with the shape turned round) and take them over. It synchronises."""
+def from_compressed(function: str, device, data, indices, indptr, shape: tuple[int, int], by: str) -> Rows:
+    """Check compressed rows (or columns, with the shape turned round) and copy them. It synchronises once.
+
+    Copies, since update_values writes there, and others may sort their own arrays in place.
+    """
     xp = module_of(data)
     data = _values(function, data)
-    indices = _integers(function, "indices", indices)
-    indptr = _integers(function, "indptr", indptr)
+    indices = _counted(_integers(function, "indices", indices))
+    indptr = _counted(_integers(function, "indptr", indptr))
     if indptr.size != shape[0] + 1:
         checks.fail(ValueError, function, "indptr", f"have one entry more than {by}s, {shape[0] + 1}", indptr.size)
     if indices.size != data.size:
         checks.fail(ValueError, function, "indices", f"have an entry for each of the {data.size} of data", indices.size)
-    first, last = int(indptr[0]), int(indptr[-1])
-    if first != 0 or last > data.size or (indptr[1:] < indptr[:-1]).any():
+    wide = np.int64 if data.size >= _WIDE_POINTERS else np.int32
+    copies = device.empty(indices.shape, np.dtype(np.int32)), device.empty(indptr.shape, np.dtype(wide))
+    found = None
+    if shape[0] and data.size:
+        found = measure(device, indices, indptr, shape[1], *copies)
+        first, last, falls = found.first, found.last, found.drops > 0
+    else:
+        first, last = int(indptr[0]), int(indptr[-1])
+        falls = bool((indptr[1:] < indptr[:-1]).any()) or last > data.size
+        copies[1][...] = indptr
+    if first != 0 or falls:
         rule = f"rise from 0 to at most the {data.size} entries of data"
         checks.fail(ValueError, function, "indptr", rule, f"{first} to {last}" + ("" if first else ", with a fall"))
-    _check_indices(function, "indices", indices[:last], shape[1])
-    wide = np.int64 if last >= _WIDE_POINTERS else np.int32
-    # Copies, on aligned addresses: update_values writes there, and others may sort their own arrays in place.
-    return Rows(xp.array(data[:last]), xp.array(indices[:last], np.int32), xp.array(indptr, wide), shape)
+    if found is not None and found.outside:
+        _check_indices(function, "indices", indices[:last], shape[1])
+    return Rows(xp.array(data[:last]), copies[0][:last], copies[1], shape, found)
 
 
 def from_coordinates(function: str, device, data, row, col, shape) -> tuple[Rows, Any, Any]:
@@ -165,6 +163,12 @@ def _integers(function: str, name: str, x):
     if x.dtype.kind not in "iu":
         checks.fail(TypeError, function, name, "have an integer dtype", x.dtype)
     return x
+
+
+def _counted(x):
+    """Return integers as kernels read them: contiguous int32 or int64."""
+    kind = x.dtype if x.dtype.name in ("int32", "int64") else np.dtype(np.int64)
+    return module_of(x).ascontiguousarray(x, kind)
 
 
 def _check_indices(function: str, name: str, x, size: int) -> None:

@@ -102,3 +102,11 @@ def _result_type(matrix: np.dtype, vector: np.dtype) -> np.dtype | None:
 def overlap(a, b) -> bool:
     """Tell whether two arrays may share memory."""
     return formats.module_of(a).may_share_memory(a, b)
+
+
+def are_apart(known: tuple, sizes: tuple | None) -> bool:
+    """Tell whether a call is one whose checks have passed, with x and out that do not overlap this time either."""
+    if sizes is None:
+        return False
+    x, out = known[1]
+    return x + sizes[0] <= out or out + sizes[1] <= x

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 from rawops._sparse_formats import Rows, module_of
+from rawops._sparse_measure import measure
 
-_STRETCH, _STRETCHES = 64, 4096  # entries of a sample, samples
-_SECTOR = 8  # float32 numbers of 32 bytes
-_SLICE_WIDTH = 8192  # columns: 32 KB of float32
-_SLICE_MEAN = 7  # entries of a row in a slice that pay for adding up the slices
+_SHARED_READS = 128  # blocks of threads that each read all of x
+_BLOCK_MEAN = 16  # entries of a row in a block of columns that pay for adding up the blocks
 _SMALL = 2**20  # entries of a matrix that the launch and its tail cost more than
 
 
@@ -28,8 +27,16 @@ class Profile:
     empty : int
         Rows without an entry.
     scatter : float
-        Share of neighbouring entries whose places in a float32 x lie in different 32-byte sectors, from a sample: near
-        1, each entry costs a sector of its own; 1/8 is best. NaN for a direction whose format is not kept.
+        Share of neighbouring entries whose places in a float32 x lie in different 32-byte sectors: near 1, each entry
+        costs a sector of its own; 1/8 is best. NaN for a direction whose format is not kept.
+    bandwidth : int
+        Largest distance of an entry from the diagonal, from the ends of the rows: less than it is where columns do not
+        rise.
+    padding : float
+        Entries of slices of 32 neighbouring rows, each as long as its longest row, over those there are: 1 where rows
+        are even.
+    rises : bool
+        Whether columns rise, or stay, within each row.
     """
 
     rows: int
@@ -42,30 +49,32 @@ class Profile:
     cv: float
     empty: int
     scatter: float
+    bandwidth: int = 0
+    padding: float = 1.0
+    rises: bool = False
 
 
-def profile(rows: Rows, is_kept: bool = True) -> Profile:
-    """Measure the rows on the device; synchronises once. Without `is_kept`, only the row pointers are right."""
+def profile(device, rows: Rows, is_kept: bool = True) -> Profile:
+    """Measure the rows on the device; it synchronises where they are not measured yet.
+
+    Without `is_kept`, only the row pointers are right.
+    """
     count, cols = rows.shape
-    if count == 0:
-        return Profile(0, cols, 0, 0.0, 0, 0, 0, 0.0, 0, math.nan)
-    xp = module_of(rows.indptr)
-    lengths = xp.sort(rows.indptr[1:] - rows.indptr[:-1])
-    places = xp.asarray([min(count * 95 // 100, count - 1), min(count * 99 // 100, count - 1), count - 1])
-    numbers = [*(lengths[places] * 1.0), lengths.std(), (lengths == 0).sum() * 1.0]
-    numbers.append(_scatter(xp, rows.indices) if is_kept and rows.nnz > 1 else xp.asarray(math.nan))
-    p95, p99, longest, std, empty, scatter = xp.stack(numbers).tolist()
-    mean = rows.nnz / count
-    cv = std / mean if mean else 0.0
-    return Profile(count, cols, rows.nnz, mean, int(p95), int(p99), int(longest), cv, int(empty), scatter)
-
-
-def _scatter(xp, indices):
-    """Return the share of neighbours in different sectors, from stretches of entries."""
-    starts = xp.arange(0, max(indices.size - _STRETCH, 1), max(indices.size // _STRETCHES, 1))
-    stretch = min(_STRETCH, indices.size)
-    sectors = indices[starts[:, None] + xp.arange(stretch)] // _SECTOR
-    return (sectors[:, 1:] != sectors[:, :-1]).mean()
+    nnz = rows.nnz
+    if count == 0 or nnz == 0:
+        return Profile(count, cols, 0, 0.0, 0, 0, 0, 0.0, count, math.nan, rises=True)
+    found = rows.measured or measure(device, rows.indices, rows.indptr, cols)
+    places = min(count * 95 // 100, count - 1), min(count * 99 // 100, count - 1)
+    percentiles = [found.quantile(place) for place in places]
+    if None in percentiles:  # few rows, since most are long
+        lengths = module_of(rows.indptr).sort(rows.indptr[1:] - rows.indptr[:-1])
+        percentiles = [int(lengths[place]) for place in places]
+    variance = (count * found.squares - nnz * nnz) / count**2
+    scatter = found.jumps / (nnz - 1) if is_kept and nnz > 1 else math.nan
+    return Profile(
+        count, cols, nnz, nnz / count, *percentiles, found.longest, math.sqrt(variance) * count / nnz, found.empty,
+        scatter, found.bandwidth, found.padded / nnz, is_kept and found.falls == found.row_falls,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,16 +83,20 @@ class Choice:
 
     Attributes
     ----------
-    kernel : {"rows", "stream", "slices", "scatter"}
+    kernel : {"rows", "stream", "packed", "scatter"}
     lanes : int
-        Threads that share a row (for "stream", a short row).
+        Threads that share a row (for "stream" and "packed", a short row).
     longest : int
-        For "stream" and "slices": rows with more entries have warps of their own.
+        For "stream" and "packed": rows with more entries have warps of their own.
     width : int
-        For "slices": columns of a slice.
-    walk : {"dealt", "single", "neighbours"}
+        For "packed": columns of a block, whose part of x is in shared memory; 0 where x comes through the L1.
+    walk : {"dealt", "single"}
         For "stream": tiles are dealt out to as many blocks as the device holds, or each has a block that the hardware
-        places, or neighbours go to one SM, whose L1 then has their part of x.
+        places.
+    is_sorted : bool
+        For "packed": whether rows are sorted by length, in windows.
+    is_wide : bool
+        For "packed" with x through the L1: whether columns take 32 bits even where 16 would do.
     why : str
     """
 
@@ -92,12 +105,25 @@ class Choice:
     longest: int = 0
     width: int = 0
     walk: str = "dealt"
+    is_sorted: bool = True
+    is_wide: bool = False
     why: str = ""
 
     def __str__(self) -> str:
         split = f", rows over {self.longest} entries apart" if self.longest else ""
-        slices = f", {self.width} columns a slice" if self.width else ""
-        return f"{self.kernel}, {self.lanes} threads a row{split}{slices}: {self.why}"
+        blocks = f", x in shared memory, {self.width} columns at a time" if self.width else ""
+        return f"{self.kernel}, {self.lanes} threads a row{split}{blocks}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device and a type of values allow: columns whose x fits in shared memory, as the only block of columns or
+    as one of several, and whether a packed copy may be made at all.
+    """
+
+    columns: int = 57_000
+    block_columns: int = 28_000
+    may_pack: bool = True
 
 
 def power_of_two(number: float, low: int, high: int) -> int:
@@ -108,39 +134,63 @@ def power_of_two(number: float, low: int, high: int) -> int:
     return found
 
 
-def choose(found: Profile, may_slice: bool = True) -> Choice:
-    """Pick the kernel for rows that look like this: the rule table. 16-bit values may not be cut into slices."""
-    if may_slice and found.scatter > 0.9 and found.mean >= _SLICE_MEAN * _slice_count(found) > _SLICE_MEAN:
-        return _slices(found)
-    if found.mean > 128:
-        return Choice("stream", 1, walk="single", why=f"{found.mean:.0f} entries a row: all rows are long")
-    if found.cv > 1:
-        lanes = power_of_two(found.mean / 16, 1, 32)
-        return Choice("stream", lanes, 256, walk="single", why=f"rows differ, {found.cv:.3g} times their mean")
+def choose(found: Profile, limits: Limits) -> Choice:
+    """Pick the kernel for rows that look like this: the rule table."""
     if found.max <= 16 and found.nnz < _SMALL:
         return Choice("rows", 2, why=f"short rows, of {found.max} entries at most, and few")
+    if limits.may_pack and found.nnz >= _SMALL:
+        packed = _in_shared_memory(found, limits) or _by_slices(found)
+        if packed is not None:
+            return packed
+    if found.mean > 128:
+        return Choice("stream", 1, walk="single", why=f"{found.mean:.0f} entries a row: all rows are long")
+    if found.cv > 1 and found.nnz >= _SMALL:
+        lanes = power_of_two(found.mean / 16, 1, 32)
+        return Choice("stream", lanes, 256, walk="single", why=f"rows differ, {found.cv:.3g} times their mean")
     lanes = power_of_two(found.mean / 8, 1, 32)
-    return Choice("stream", lanes, 256, why=f"even rows, of {found.mean:.3g} entries")
+    why = f"even rows, of {found.mean:.3g} entries" if found.cv <= 1 else "few entries"
+    return Choice("stream", lanes, 256, why=why)
 
 
-def _slice_count(found: Profile) -> int:
-    return -(-found.cols // _SLICE_WIDTH)
+def _in_shared_memory(found: Profile, limits: Limits) -> Choice | None:
+    if found.cols <= limits.columns and _SHARED_READS * found.cols <= found.nnz:
+        return _blocked(found.mean, found.cols, f"all of x, {found.cols} numbers, fits in shared memory")
+    blocks = -(-found.cols // limits.block_columns)
+    mean = found.mean / blocks
+    if found.rises and found.scatter > 0.5 and mean >= _BLOCK_MEAN:
+        why = f"x is scattered over, and rows of {found.mean:.0f} entries are long enough for {blocks} blocks"
+        return _blocked(mean, limits.block_columns, why)
+    return None
 
 
-def _slices(found: Profile) -> Choice:
-    slices = _slice_count(found)
-    lanes = power_of_two(found.mean / slices / 8, 1, 32)
-    why = f"x is scattered over, and rows of {found.mean:.0f} entries are long enough to be cut in {slices}"
-    return Choice("slices", lanes, 256, _SLICE_WIDTH, "neighbours", why)
+def _blocked(mean: float, width: int, why: str) -> Choice:
+    lanes = power_of_two(mean / 12, 1, 16)
+    return Choice("packed", lanes, 32 * lanes, width, why=why)
 
 
-def candidates(found: Profile, may_slice: bool = True) -> list[Choice]:
+def _by_slices(found: Profile) -> Choice | None:
+    is_wide = found.scatter > 0.9  # which leaves nothing to gain from narrow columns
+    if found.cv <= 0.5 and found.mean <= 256:
+        lanes, is_sorted = power_of_two(found.mean / 16, 1, 32), found.padding > 1.2
+        why = f"even rows, of {found.mean:.3g} entries"
+        return Choice("packed", lanes, 4096, is_sorted=is_sorted, is_wide=is_wide, why=why)
+    if found.mean <= 16 and found.p99 <= 2 * found.mean:
+        why = f"99 % of the rows have {found.p99} entries at most"
+        return Choice("packed", 1, 32, is_wide=is_wide, why=why)
+    return None
+
+
+def candidates(found: Profile, limits: Limits) -> list[Choice]:
     """Return what `SparseMatrix.tune` tries: the rule's choice first."""
-    first, lanes = choose(found, may_slice), power_of_two(found.mean / 8, 1, 32)
+    first, lanes = choose(found, limits), power_of_two(found.mean / 8, 1, 32)
     others = [Choice("stream", lanes, 256, walk=walk) for walk in ("dealt", "single")]
-    others += [Choice("stream", 1), Choice("rows", power_of_two(found.mean / 4, 2, 32))]
-    if may_slice and found.mean >= 4 * _slice_count(found) > 4:
-        others.append(_slices(found))
+    others.append(Choice("rows", power_of_two(found.mean / 4, 2, 32)))
+    if limits.may_pack:
+        packed = power_of_two(found.mean / 16, 1, 16)
+        others.append(Choice("packed", packed, 32 * packed))
+        blocks = 1 if found.cols <= limits.columns else -(-found.cols // limits.block_columns)
+        if (found.rises or blocks == 1) and found.mean >= 8 * blocks:
+            others.append(_blocked(found.mean / blocks, found.cols if blocks == 1 else limits.block_columns, ""))
     return [first, *(choice for choice in others if replace(choice, why=first.why) != first)]
 
 

@@ -84,22 +84,25 @@ class Product(Protocol):
 class ByRows:
     """Some threads a row."""
 
-    def __init__(self, device, rows: Rows, choice: Choice) -> None:
+    def __init__(self, device, rows: Rows, choice: Choice, longest_row: int) -> None:
         self.device, self.rows, self.lanes = device, rows, choice.lanes
         blocks = -(-rows.shape[0] * choice.lanes // _THREADS)
         self.num_partials = min(blocks, _BLOCKS_PER_SM * device.sm_count)
         self.kept: list[Any] = []
+        self._pack, self._kernels = Packer(device, rows), {}
 
     def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
-        kernel = ROWS.kernel(self.device, **types_of(self.rows, x, conjugate), lanes=self.lanes)
-        call = pack(self.device, self.rows, x, y, alpha, beta, partials)
-        kernel.launch((self.num_partials, 1, 1), (_THREADS, 1, 1), (call,))
+        key = x.dtype, conjugate
+        if key not in self._kernels:
+            self._kernels[key] = ROWS.kernel(self.device, **types_of(self.rows, x, conjugate), lanes=self.lanes)
+        call = self._pack(x, y, alpha, beta, partials)
+        self._kernels[key].launch((self.num_partials, 1, 1), (_THREADS, 1, 1), (call,))
 
 
 class Scattered:
     """The transposed product from the rows of the other direction, by atomic additions into a workspace."""
 
-    def __init__(self, device, rows: Rows, choice: Choice) -> None:
+    def __init__(self, device, rows: Rows, choice: Choice, longest_row: int) -> None:
         self.device, self.rows, self.lanes = device, rows, choice.lanes
         limit = _BLOCKS_PER_SM * device.sm_count
         self._blocks = min(-(-rows.shape[0] * choice.lanes // _THREADS), limit)
@@ -109,7 +112,7 @@ class Scattered:
     def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
         types = types_of(self.rows, x, conjugate)
         sums = self.device.pointer(self._workspace(types["vector"]))
-        call = pack(self.device, self.rows, x, y, alpha, beta, partials, transposed=True)
+        call = Packer(self.device, self.rows, transposed=True)(x, y, alpha, beta, partials)
         if self._blocks and self.rows.nnz:
             kernel = SCATTER.kernel(self.device, **types, lanes=self.lanes)
             kernel.launch((self._blocks, 1, 1), (_THREADS, 1, 1), (call, sums))
@@ -143,8 +146,19 @@ def types_of(rows: Rows, x, conjugate: bool) -> dict:
     }
 
 
-def pack(device, rows: Rows, x, y, alpha: tuple, beta: tuple, partials, transposed: bool = False) -> bytes:
-    """Return the SpmvCall of a product."""
-    addresses = [device.pointer(a) for a in (rows.data, rows.indices, rows.indptr, x, y)]
-    sizes = rows.shape[::-1] if transposed else rows.shape
-    return CALL.pack(*addresses, *alpha, *beta, device.pointer(partials), rows.nnz, *sizes)
+class Packer:
+    """Packs the SpmvCall of products with one format, whose addresses do not change."""
+
+    def __init__(self, device, rows: Rows, transposed: bool = False) -> None:
+        self._pointer = device.pointer
+        self._format = tuple(map(device.pointer, (rows.data, rows.indices, rows.indptr)))
+        self._sizes = rows.nnz, *(rows.shape[::-1] if transposed else rows.shape)
+
+    def __call__(self, x, y, alpha: tuple, beta: tuple, partials) -> bytes:
+        pointer = self._pointer
+        return CALL.pack(*self._format, pointer(x), pointer(y), *alpha, *beta, pointer(partials), *self._sizes)
+
+
+def pack(device, rows: Rows, x, y, alpha: tuple, beta: tuple, partials) -> bytes:
+    """Return the SpmvCall of one product."""
+    return Packer(device, rows)(x, y, alpha, beta, partials)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import functools
-import time
 from dataclasses import replace
 from typing import Any
 
 from rawops import _sparse_formats as formats
-from rawops._runtime import arrays, checks
+from rawops._runtime import arrays, checks, dtypes
 from rawops._sparse_formats import Rows
-from rawops._sparse_profile import Choice, Profile, candidates, choose, choose_scatter, profile
+from rawops._sparse_pack import PACKABLE
+from rawops._sparse_packed import OWN_BYTES, ByPacked
+from rawops._sparse_profile import Choice, Limits, Profile, candidates, choose, choose_scatter, profile
 from rawops._sparse_spmm import Dense
 from rawops._sparse_spmv import ByRows, Product, Scattered
-from rawops._sparse_stream import BySlices, ByStream
+from rawops._sparse_stream import ByStream
+from rawops._sparse_transpose import transposed
+from rawops.errors import UnsupportedError
 
 _RESERVE = 0.8  # share of the free memory that "auto" lets the second format and its construction take
-_SORT_BYTES = 32  # an entry, of the sort that makes the second format
+_ALWAYS = 2**26  # bytes that no device is asked for whether it has them
 _ONE, _ZERO = (1.0, 0.0, 0), (0.0, 0.0, 0)  # factors as the kernels take them
-_PRODUCTS = {"rows": ByRows, "stream": ByStream, "slices": BySlices, "scatter": Scattered}
+_PRODUCTS = {"rows": ByRows, "stream": ByStream, "packed": ByPacked, "scatter": Scattered}
 
 
 class Store:
@@ -33,27 +36,32 @@ class Store:
         self.derived_order: Any = None
         self.rows = {given: rows}
         if dual:
-            self.rows[not given], _ = formats.transposed(device, rows)
-        self.profiles = {way: profile(kept) for way, kept in self.rows.items()}
+            self.rows[not given] = transposed(device, rows)
+        self.profiles = {way: profile(device, kept) for way, kept in self.rows.items()}
         self.choices: dict[bool, Choice] = {}
         self.products: dict[bool, Product] = {}
         self.dense = {way: Dense(device, kept) for way, kept in self.rows.items()}
+        self.ready: dict[tuple, tuple[int, int]] = {}  # the sizes of x and y of calls that need no more checks
         for way in (False, True):
             if way in self.rows:
-                self.use(way, choose(self.profiles[way], self.may_slice))
+                self.use(way, choose(self.profiles[way], self.limits(way)))
             else:
                 self.use(way, choose_scatter(self.profiles[not way]))
 
     def use(self, way: bool, choice: Choice) -> None:
         """Set the kernel of a direction."""
-        rows = self.rows[not way if choice.kernel == "scatter" else way]
+        kept = not way if choice.kernel == "scatter" else way
         self.choices[way] = choice
-        self.products[way] = _PRODUCTS[choice.kernel](self.device, rows, choice)
+        product = _PRODUCTS[choice.kernel]
+        self.products[way] = product(self.device, self.rows[kept], choice, self.profiles[kept].max)
 
-    @property
-    def may_slice(self) -> bool:
-        """Slices add up in the type of y, which 16 bits are too few for."""
-        return self.values.data.itemsize > 2
+    def limits(self, way: bool) -> Limits:
+        """Return what a packed copy of a direction may be."""
+        data = self.values.data
+        shared = (self.device.max_shared_bytes - OWN_BYTES) // data.itemsize
+        wanted = 2 * self.rows[way].nbytes
+        has_room = wanted < _ALWAYS or wanted <= _RESERVE * _free_bytes(self.device)
+        return Limits(shared - 1, shared // 8 * 4, has_room and dtypes.name(data.dtype) in PACKABLE)
 
     @property
     def values(self) -> Rows:
@@ -64,7 +72,9 @@ class Store:
             rows = self.rows[not way]
             xp = formats.module_of(rows.indices)
             indptr = formats.pointers(xp, rows.indices, rows.shape[1])
-            self.profiles[way] = profile(Rows(rows.data, rows.indices, indptr, rows.shape[::-1]), is_kept=False)
+            self.profiles[way] = profile(
+                self.device, Rows(rows.data, rows.indices, indptr, rows.shape[::-1]), is_kept=False
+            )
         return self.profiles[way]
 
     def update(self, data) -> None:
@@ -79,7 +89,7 @@ class Store:
                 self.derived_order = formats.column_order(values)
             self.rows[not self.given].data[...] = formats.gather(self.device, values.data, self.derived_order)
         for product in self.products.values():
-            if isinstance(product, BySlices):
+            if isinstance(product, ByPacked):
                 product.update()
 
     def tune(self) -> None:
@@ -90,7 +100,7 @@ class Store:
             x, y = (self.device.empty((size,), rows.data.dtype) for size in rows.shape[::-1])
             x[...] = 0
             times = {}
-            for choice in candidates(self.profiles[way], self.may_slice):
+            for choice in candidates(self.profiles[way], self.limits(way)):
                 self.use(way, choice)
                 run = functools.partial(self.products[way].run, x, y, _ONE, _ZERO, None, False)
                 times[choice] = _elapsed(self.device, run)
@@ -103,7 +113,8 @@ def is_dual(function: str, device, rows: Rows, dual) -> bool:
     checks.choice(function, "dual", dual, (True, False, "auto"))
     if dual != "auto":
         return bool(dual)
-    return rows.nbytes + _SORT_BYTES * rows.nnz <= _RESERVE * _free_bytes(device)
+    sort_bytes = 2 * (8 + rows.data.itemsize) * rows.nnz
+    return rows.nbytes + sort_bytes <= _RESERVE * _free_bytes(device)
 
 
 def _free_bytes(device) -> float:
@@ -116,12 +127,10 @@ def _free_bytes(device) -> float:
 
 def _elapsed(device, call, repeats: int = 5) -> float:
     """Return milliseconds a call after a first one, by events on the current stream."""
-    call()
     if device.is_emulated:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
+        raise UnsupportedError(f"SparseMatrix.tune: needs a GPU, found {device}: the emulator models no time")
     cupy = arrays.cupy_or_raise("SparseMatrix.tune")
+    call()
     with cupy.cuda.Device(device.ordinal):
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         begin.record()

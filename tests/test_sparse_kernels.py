@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from test_sparse import Coordinates, integers, same
 
-from rawops import _sparse_store
-from rawops._sparse_profile import Choice, Profile, candidates, choose
+from rawops import SparseMatrix, _sparse_store
+from rawops._sparse_profile import Choice, Limits, Profile, candidates, choose
 from rawops._sparse_stream import ByStream
 
 KERNELS = {
@@ -15,9 +15,13 @@ KERNELS = {
         for lanes, longest in ((1, 64), (4, 256), (32, 100), (1, 0))
     },
     "single": Choice("stream", 2, 256, walk="single"),
-    "slices": Choice("slices", 2, 64, 16, "neighbours"),
+    "packed": Choice("packed", 1, 64),
+    "packed, 4": Choice("packed", 4, 64),
+    "packed as they are": Choice("packed", 2, 100, is_sorted=False),
+    "packed, shared": Choice("packed", 1, 64, 40),
+    "packed, shared blocks": Choice("packed", 8, 64, 16),
 }
-TILE = 2048
+TILE, SEGMENT = 2048, 512
 LENGTHS = {
     "even": np.full(600, 7),
     "tile edges": np.array([64] * 31 + [48, 1, 63, 64, 64, 0, 1, 2, 3, 4, 5] + [32] * 40),
@@ -43,6 +47,8 @@ def test_exact_sums_and_norms(device, rng, kernel, rows):
         lengths = lengths[7500:]
     made = Coordinates(rng, (lengths.size, 40), lengths)
     made.indices += made.indices == 17  # no entry is in column 17
+    if "blocks" in kernel:  # of columns, for rows whose columns rise
+        made.indices = made.indices[np.lexsort((made.indices, made.row))]
     A = made.put(device, dual=False)
     x, y = integers(rng, 40, "float32"), integers(rng, lengths.size, "float32")
     product = np.bincount(made.row, made.data.astype(float) * x[made.indices], lengths.size)
@@ -75,65 +81,115 @@ def test_types(device, rng, monkeypatch, dtype, walk):
         same(device, A.H.T @ device.put(x), want.astype(dtype))
 
 
-@pytest.mark.parametrize("width", [13, 64])
-def test_slices(device, rng, monkeypatch, width):
-    """One slice and many: wider vectors, new values, factors of zero, tiles of several slices in one block."""
-    monkeypatch.setattr(_sparse_store, "choose", lambda *found: Choice("slices", 1, 64, width, "neighbours"))
-    lengths = np.array([0, 3, 70, *([11] * 500), 0, 2])
-    made = Coordinates(rng, (lengths.size, 60), lengths)
-    made.indices += made.indices == 17
+PACKED = {
+    "one block": Choice("packed", 2, 64, 60),
+    "blocks": Choice("packed", 1, 64, 12),
+    "near": Choice("packed", 1, 64),
+    "as they are": Choice("packed", 4, 64, is_sorted=False),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_packed(device, rng, monkeypatch, name, dtype):
+    """Every type and wider vectors, new values, factors of zero; the adjoint of complex values."""
+    monkeypatch.setattr(_sparse_store, "choose", lambda *found: PACKED[name])
+    lengths = np.array([0, 3, 70, *([11] * 100), 0, 700, 2])
+    made = Coordinates(rng, (lengths.size, 60), lengths, dtype, is_sorted=True)
     A = made.put(device, dual=False)
-    for dtype in ("float32", "float64", "complex128"):
-        x, y = integers(rng, 60, dtype), integers(rng, lengths.size, dtype)
+    for vector in (dtype, "float64", "complex128"):
+        kind = np.result_type(dtype, vector)
+        x, y = integers(rng, 60, vector), integers(rng, lengths.size, kind)
         want = 2 * (made.dense() @ x) - y
-        x[17] = np.nan
-        out, partials = device.guarded((lengths.size,), dtype), device.guarded((A._num_partials(False),), np.float64)
+        out, partials = device.guarded((lengths.size,), kind), device.guarded((A._num_partials(False),), np.float64)
         out[...] = device.put(y)
-        A._apply(False, device.put(x), out, 2.0, -1.0, partials)
-        same(device, out, want)
+        A._apply(False, device.put(x.astype(kind)), out, 2.0, -1.0, partials)
+        same(device, out, want.astype(kind))
         assert device.get(partials).sum() == (abs(want) ** 2).sum().round()
-    A.update_values(device.put(np.full(made.data.size, np.nan, np.float32)))
-    out = device.put(np.ones(lengths.size, np.float32))
-    same(device, A.matvec(device.put(np.full(60, np.nan, np.float32)), 0, 3, out), np.full(lengths.size, 3.0))
-    made.data = integers(rng, made.data.size, "float32")
+    x = integers(rng, 60, dtype)
+    same(device, A.H.T @ device.put(x), (made.dense().conj() @ x).astype(dtype))
+    A.update_values(device.put(np.full(made.data.size, np.nan, dtype)))
+    out = device.put(np.ones(lengths.size, dtype))
+    same(device, A.matvec(device.put(np.full(60, np.nan, dtype)), 0, 3, out), np.full(lengths.size, 3.0, dtype))
+    made.data = integers(rng, made.data.size, dtype)
     A.update_values(device.put(made.data))
+    same(device, A @ device.put(x), (made.dense() @ x).astype(dtype))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_what_is_not_there_does_not_touch_x(device, rng, monkeypatch, name):
+    """Slices are filled up to their longest row: with inf and NaN in x, and in what lies behind it."""
+    monkeypatch.setattr(_sparse_store, "choose", lambda *found: PACKED[name])
+    lengths = rng.integers(0, 9, 300)
+    made = Coordinates(rng, (300, 60), lengths, is_sorted=True)
+    made.indices += made.indices == 11
     x = integers(rng, 60, "float32")
-    same(device, A @ device.put(x), made.dense() @ x)
+    x[11] = np.inf
+    clean = np.where(np.isinf(x), 0, x)
+    same(device, made.put(device, dual=False) @ device.put(x), made.dense() @ clean)
+
+
+def test_x_too_wide_for_shared_memory(device, rng, monkeypatch):
+    """The blocks that float32 is cut into fit no complex128: x comes through the L1."""
+    monkeypatch.setattr(_sparse_store, "choose", lambda *found: Choice("packed", 1, 64, 30_000))
+    made = Coordinates(rng, (40, 50_000), rng.integers(0, 40, 40), is_sorted=True)
+    A = made.put(device, dual=False)
+    x = integers(rng, 50_000, "complex128")
+    same(
+        device,
+        A @ device.put(x),
+        np.bincount(made.row, made.data * x.real[made.indices], 40)
+        + 1j * np.bincount(made.row, made.data * x.imag[made.indices], 40),
+    )
+
+
+@pytest.mark.parametrize("spread", [2**16 - 2, 2**16 - 1])
+def test_columns_too_far_apart_for_16_bits(device, rng, monkeypatch, spread):
+    monkeypatch.setattr(_sparse_store, "choose", lambda *found: Choice("packed", 1, 64))
+    data, indptr = np.array([1, 2, 3], np.float32), np.array([0, 1, 3])
+    indices = np.array([5, 5 + spread, 70_000])
+    A = SparseMatrix.from_csr(*map(device.put, (data, indices, indptr)), (2, 70_001), dual=False)
+    assert A._store.products[False].packed.kind == ("near" if spread < 2**16 - 1 else "far")
+    x = np.zeros(70_001, np.float32)
+    x[indices] = 1, 10, 100
+    same(device, A @ device.put(x), np.array([1.0, 320.0]))
 
 
 @pytest.mark.parametrize(
-    ("kernel", "walk", "changes"),
+    ("kernel", "width", "changes"),
     [
-        ("stream", "dealt", {}),
-        ("stream", "single", {"cv": 4.0, "max": 5000}),
-        ("stream", "single", {"mean": 500.0, "max": 700}),
-        ("rows", "dealt", {"max": 9, "nnz": 2**19}),
-        ("slices", "neighbours", {"mean": 850.0, "scatter": 0.99}),
-        ("stream", "single", {"mean": 850.0, "scatter": 0.5}),
-        ("stream", "single", {"mean": 850.0, "scatter": 0.99, "cols": 4000}),
-        ("stream", "dealt", {"mean": 15.0, "scatter": 0.99}),
+        ("packed", 0, {}),
+        ("stream", 0, {"cv": 4.0, "max": 5000, "p99": 50}),
+        ("stream", 0, {"mean": 500.0, "max": 700, "cv": 0.6, "scatter": 0.2}),
+        ("rows", 0, {"max": 9, "nnz": 2**19}),
+        ("packed", 28_000, {"mean": 850.0, "scatter": 0.99}),
+        ("stream", 0, {"mean": 850.0, "scatter": 0.99, "rises": False}),
+        ("stream", 0, {"mean": 850.0, "scatter": 0.3}),
+        ("packed", 4000, {"mean": 850.0, "cols": 4000}),
+        ("packed", 0, {"cv": 100.0, "max": 10**6}),
     ],
 )
-def test_rules(kernel, walk, changes):
+def test_rules(kernel, width, changes):
     usual = {"rows": 10**6, "cols": 10**5, "nnz": 10**7, "mean": 10.0, "p95": 11, "p99": 12, "max": 20, "cv": 0.1}
-    found = Profile(**usual | {"empty": 0, "scatter": 0.7} | changes)
-    choice = choose(found)
-    assert (choice.kernel, choice.walk) == (kernel, walk)
-    assert candidates(found)[0] == choice and len({str(c) for c in candidates(found)}) >= 3
-    assert all(c.kernel != "slices" for c in candidates(found, may_slice=False))
+    found = Profile(**usual | {"empty": 0, "scatter": 0.7, "rises": True} | changes)
+    choice = choose(found, Limits())
+    assert (choice.kernel, choice.width) == (kernel, width)
+    assert candidates(found, Limits())[0] == choice and len({str(c) for c in candidates(found, Limits())}) >= 3
+    assert all(c.kernel != "packed" for c in candidates(found, Limits(may_pack=False)))
 
 
-def test_16_bit_values_are_not_cut_into_slices(device, rng):
-    """Rows so long and scattered that float32 would be."""
-    made = Coordinates(rng, (3, 20_000), [500, 200, 300], "float16")
-    x = integers(rng, 20_000, "float16")
-    A = made.put(device, dual=False)
-    assert A.plan.matvec.kernel == "stream"
-    same(device, A @ device.put(x), (made.dense() @ x).astype(np.float16))
-    made.data = made.data.astype(np.float32)
-    A = made.put(device, dual=False)
-    assert A.plan.matvec.kernel == "slices"
-    same(device, A @ device.put(x.astype(np.float32)), made.dense() @ x)
+@pytest.mark.parametrize("cols", [1, 40, 70_000])
+def test_second_format(device, rng, cols):
+    """A stable sort by column, in one to three passes: unsorted rows, duplicates, empty rows, ragged tiles."""
+    lengths = rng.integers(0, 60, 290)
+    lengths[100:110] = 0
+    made = Coordinates(rng, (290, cols), lengths)
+    made.data = rng.standard_normal(made.data.size).astype(np.float32)
+    columns = made.put(device)._store.rows[True]
+    order = np.argsort(made.indices, kind="stable")
+    same(device, columns.data, made.data[order])
+    same(device, columns.indices, made.row[order])
+    same(device, columns.indptr, np.searchsorted(made.indices[order], np.arange(cols + 1)))
 
 
 def test_the_end_of_the_entries(device, rng):
@@ -165,22 +221,19 @@ def test_shares_cover_all_rows_once(device, rows, longest):
     lengths = LENGTHS[rows]
     made = Coordinates(np.random.default_rng(0), (lengths.size, 3), lengths)
     A = made.put(device, dual=False)
-    product = ByStream(A._store.device, A._store.values, Choice("stream", 1, longest))
-    tiles, segments, splits = map(device.get, (product.tiles, product.segments, product.splits))
-    kind = np.dtype([("entry", "i8"), ("row", "i4"), ("rows", "u2"), ("entries", "u2")])
-    tiles = tiles.view(kind).ravel()
+    product = ByStream(A._store.device, A._store.values, Choice("stream", 1, longest), int(lengths.max()))
+    kinds = [("entry", "i8"), ("row", "i4"), ("rows", "u2"), ("entries", "u2")]
+    tiles = device.get(product.tiles).view(np.dtype(kinds)).ravel()
+    kinds = [("begin", "i8"), ("stop", "i8"), ("row", "i4"), ("first", "i4"), ("count", "i4"), ("unused", "i4")]
+    segments = device.get(product.segments).view(np.dtype(kinds)).ravel()
     indptr = np.concatenate([[0], np.cumsum(lengths)])
     rows_of_tiles = np.concatenate([t["row"] + np.arange(t["rows"]) for t in tiles] or [[]]).astype(int)
-    assert sorted([*rows_of_tiles, *np.unique(segments[:, 2])]) == list(range(lengths.size))
-    assert (lengths[rows_of_tiles] <= longest).all() and (lengths[segments[:, 2]] > longest).all()
+    assert sorted([*rows_of_tiles, *np.unique(segments["row"])]) == list(range(lengths.size))
+    assert (lengths[rows_of_tiles] <= longest).all() and (lengths[segments["row"]] > longest).all()
     for entry, row, count, entries in tiles.tolist():
         assert entry == indptr[row] & ~3 and entry + entries == indptr[row + count]
         assert entries <= TILE and 0 < count <= 4 * TILE
-    for begin, stop, row, split in segments:
-        assert indptr[row] <= begin < stop <= indptr[row + 1]
-        assert (split >= 0) == (lengths[row] > TILE)
-    assert (segments[:, 1] - segments[:, 0]).sum() == lengths[lengths > longest].sum()
-    for split, (first, count) in enumerate(splits):
-        own = segments[segments[:, 3] == split]
-        assert len(own) == count and (segments[first : first + count] == own).all()
-        assert (own[1:, 0] == own[:-1, 1]).all()
+    for i, (begin, stop, row, first, count, _) in enumerate(segments.tolist()):
+        assert first <= i < first + count and count == -(-lengths[row] // SEGMENT)
+        assert begin == indptr[row] + (i - first) * SEGMENT and stop == min(begin + SEGMENT, indptr[row + 1])
+    assert (segments["stop"] - segments["begin"]).sum() == lengths[lengths > longest].sum()

@@ -162,4 +162,40 @@ template <class X> struct RowEnd {
     }
 };
 
+// Ends a row that `count` warps have parts of, from part `first` on: the last of them to arrive adds the parts up, in
+// their order. The whole warp calls it with sums of its lanes. sums (parts); tickets (parts), zero between products, or
+// null where no row has two parts. Else the square of such a row has a place of its own behind those of the blocks, since
+// any block may be the last.
+template <class X>
+__device__ void finish_part(RowEnd<X>& end, void* sums, unsigned int* tickets, int part, int row, int first, int count,
+                            Accumulator<X> sum) {
+    using A = Accumulator<X>;
+    const int lane = threadIdx.x % kWarpSize;
+    double* const squares = end.call.partials == nullptr || tickets == nullptr ? nullptr : end.call.partials + gridDim.x;
+    sum = sum_lanes(sum, kWarpSize);
+    if (lane == 0 && squares != nullptr && (count == 1 || part != first)) squares[part] = 0;
+    if (count == 1) {
+        if (lane == 0) end.finish(row, sum);
+        return;
+    }
+    volatile A* parts = static_cast<volatile A*>(sums);
+    int is_last = 0;
+    if (lane == 0) {
+        store_volatile(parts + part, sum);
+        __threadfence();
+        is_last = atomicInc(tickets + first, count - 1) == count - 1;  // back to zero by itself
+    }
+    if (!__shfl_sync(~0u, is_last, 0)) return;
+    __threadfence();
+    sum = A{};
+    for (int i = lane; i < count; i += kWarpSize) sum = add(sum, load_volatile(parts + first + i));
+    sum = sum_lanes(sum, kWarpSize);
+    if (lane == 0) {
+        RowEnd<X> own = end;
+        own.squares = 0;
+        own.finish(row, sum);
+        if (squares != nullptr) squares[first] = own.squares;
+    }
+}
+
 }  // namespace rawops

@@ -69,19 +69,35 @@ def graph_times(
     return {name: Timing.of(found) for name, found in samples.items()}
 
 
-def loop_time(call: Callable[..., object], inputs: Sequence[tuple], repeats: int = 3) -> Timing:
-    """Time a call that no graph records: loops of `call(*inputs[i])` between two events, after a first one."""
+def loop_times(
+    calls: Mapping[str, Callable[..., object]], inputs: Sequence[tuple], loops: int = 15
+) -> dict[str, Timing]:
+    """Time rivals side by side as loops of calls from Python, of about `_REPLAY_US`, between two events.
+
+    What is longer counts: the host's part of a call, or the device's. Parameters are those of `graph_times`.
+    """
     import cupy
 
-    samples, (start, end) = [], (cupy.cuda.Event(), cupy.cuda.Event())
-    for _ in range(repeats + 1):
-        start.record()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    rounds = {}
+    for name, call in calls.items():
+        _loop_us(cupy, call, inputs, 1)
+        rounds[name] = max(1, min(round(_REPLAY_US / _loop_us(cupy, call, inputs, 1)), _MAX_CALLS) // len(inputs))
+    for _ in range(loops):
+        for name, call in calls.items():
+            samples[name].append(_loop_us(cupy, call, inputs, rounds[name]))
+    return {name: Timing.of(found) for name, found in samples.items()}
+
+
+def _loop_us(cupy, call: Callable[..., object], inputs: Sequence[tuple], rounds: int) -> float:
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    for _ in range(rounds):
         for arguments in inputs:
             call(*arguments)
-        end.record()
-        end.synchronize()
-        samples.append(cupy.cuda.get_elapsed_time(start, end) * 1e3 / len(inputs))
-    return Timing.of(samples[1:])
+    end.record()
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(start, end) * 1e3 / (rounds * len(inputs))
 
 
 def host_cost(call: Callable[[], object], batches: int = 50, batch: int = 10) -> Timing:

@@ -1,0 +1,142 @@
+"""Products with the packed copy of a matrix: which block of threads has which slices, and the launches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rawops._runtime import dtypes
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+from rawops._sparse_formats import Rows, module_of
+from rawops._sparse_pack import PACKABLE, PIECE, Packed
+from rawops._sparse_profile import Choice
+from rawops._sparse_spmv import CALL, Packer
+
+PLAN = ParamStruct(
+    "PackedPlan",
+    **dict.fromkeys(("data", "columns", "starts", "bases", "rows", "present", "pieces"), "pointer"),
+    **dict.fromkeys(("sums", "tickets", "shares"), "pointer"),
+    **dict.fromkeys(("slice_count", "piece_count", "width", "lane_bits"), "int32"),
+)
+_KINDS = {kind: f"rawops::k{kind.capitalize()}" for kind in ("shared", "direct", "near", "far")}
+
+
+def _smoke(value: str, vector: str, kind: str, conjugate: bool = False) -> dict:
+    return {"value": value, "vector": vector, "kind": _KINDS[kind], "conjugate": conjugate}
+
+
+PACKED = KernelSpec(
+    source="spmv_packed.cu",
+    entry="rawops::spmv_packed",
+    template=("value", "vector", "kind", "conjugate"),
+    choices={
+        "value": PACKABLE,
+        "vector": PACKABLE,
+        "kind": tuple(_KINDS.values()),
+        "conjugate": (False, True),
+    },
+    smoke=(
+        *(_smoke(v, v, kind) for v in ("float32", "float64") for kind in _KINDS),
+        _smoke("float32", "float64", "shared"),
+        _smoke("complex64", "complex64", "near", True),
+        _smoke("complex128", "complex128", "shared", True),
+        _smoke("complex128", "complex128", "far"),
+    ),
+    params=CALL,
+)
+SLICES = KernelSpec(
+    source="spmv_slices.cu",
+    entry="rawops::spmv_slices",
+    template=("vector", "parts"),
+    choices={"vector": PACKABLE, "parts": (1, 8)},
+    smoke=({"vector": "float32", "parts": 1}, {"vector": "complex128", "parts": 8}),
+    params=CALL,
+)
+_ONE, _ZERO = (1.0, 0.0, 0), (0.0, 0.0, 0)
+# As in spmv_packed.cu: threads of a block, and blocks that an SM holds
+_THREADS, _BLOCKED_THREADS = 256, 896
+_BLOCKS_PER_SM = {4: 5, 8: 4, 16: 4}  # by the bytes of a value
+OWN_BYTES = 1024  # of shared memory, that the kernel takes beside x
+
+
+class ByPacked:
+    """Slices of neighbouring rows that a warp reads side by side, and pieces of long rows.
+
+    With x in shared memory and several blocks of columns, their sums are added up by a second kernel.
+    """
+
+    def __init__(self, device, rows: Rows, choice: Choice, longest_row: int) -> None:
+        self.device, self.rows = device, rows
+        self.packed = packed = Packed(device, rows, choice, longest_row)
+        self._threads = _BLOCKED_THREADS if packed.width else _THREADS
+        self._shares, self._grid = None, self._grid_size()
+        if packed.blocks > 1:
+            self._shares = self._share_out()
+        cut = packed.piece_count if longest_row > PIECE else 0  # into pieces of 16 bytes, as large as any accumulator
+        sums = device.empty((cut,), np.dtype(np.complex128))
+        tickets = module_of(sums).zeros(cut, np.uint32)
+        rows_present = (packed.slots, None) if packed.is_sorted else (None, packed.slots)
+        arrays = packed.data, packed.columns, packed.starts, packed.bases, *rows_present, packed.pieces
+        self._own = [sums, tickets, *([] if self._shares is None else [self._shares])]
+        addresses = map(device.pointer, (*arrays, sums, tickets, self._shares))
+        sizes = packed.slice_count, packed.piece_count, packed.width, packed.lanes.bit_length() - 1
+        self._plan = PLAN.pack(*addresses, *sizes)
+        self._parts_at_once = 8 if packed.blocks >= 8 else 1
+        combined = -(-rows.shape[0] * self._parts_at_once // _THREADS)
+        self.num_partials = self._grid + cut if packed.blocks == 1 else combined
+        self._pack, self._bound, self._parts = Packer(device, rows), {}, {}
+
+    @property
+    def kept(self) -> list:
+        return [*self.packed.kept, *self._own, *self._parts.values()]
+
+    def update(self) -> None:
+        """Take the values of the format again."""
+        self.packed.copy()
+
+    def _grid_size(self) -> int:
+        places = (self.packed.slice_count + self.packed.piece_count) * 32
+        most = self.device.sm_count * (1 if self.packed.width else _BLOCKS_PER_SM[self.rows.data.itemsize])
+        return max(1, min(-(-places // self._threads), most))
+
+    def _share_out(self):
+        """Deal blocks of threads out to the blocks of columns, by their work: as Share in spmv_packed.cu."""
+        packed, count = self.packed, self.rows.shape[0]
+        total = sum(packed.work)
+        ranks = [max(1, self.device.sm_count * work // total) for work in packed.work]
+        while sum(ranks) < self.device.sm_count:
+            fullest = max(range(packed.blocks), key=lambda b: packed.work[b] / ranks[b])
+            ranks[fullest] += 1
+        shares, piece = [], 0
+        for b, (pieces, rank_count) in enumerate(zip(packed.block_pieces, ranks, strict=True)):
+            share = [b * packed.width, b * count, piece, pieces, b * packed.per_block, packed.per_block]
+            shares += [[*share, rank, rank_count] for rank in range(rank_count)]
+            piece += pieces
+        self._grid = len(shares)
+        return module_of(packed.starts).asarray(np.array(shares, np.int32))
+
+    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
+        kernel, end, parts, shared_bytes = self._bound.get((x.dtype, conjugate)) or self._bind(x, conjugate)
+        grid, threads = (self._grid, 1, 1), (self._threads, 1, 1)
+        if end is None:
+            kernel.launch(grid, threads, (self._pack(x, y, alpha, beta, partials), self._plan), shared_bytes)
+            return
+        kernel.launch(grid, threads, (self._pack(x, parts, alpha, _ZERO, None), self._plan), shared_bytes)
+        values = self._pack(x, y, _ONE, beta, partials), self.device.pointer(parts), self.packed.blocks
+        end.launch((self.num_partials, 1, 1), (_THREADS, 1, 1), values)
+
+    def _bind(self, x, conjugate: bool) -> tuple:
+        """Load the kernels for a type of x and y."""
+        packed, end, parts, kind = self.packed, None, None, self.packed.kind
+        value, vector = dtypes.name(self.rows.data.dtype), dtypes.name(x.dtype)
+        shared_bytes = (packed.width + 1) * x.dtype.itemsize if packed.width else 0
+        if shared_bytes > self.device.max_shared_bytes - OWN_BYTES:
+            kind, shared_bytes = "direct", 0
+        is_conjugated = conjugate and value.startswith("complex")
+        kernel = PACKED.kernel(self.device, value=value, vector=vector, kind=_KINDS[kind], conjugate=is_conjugated)
+        if packed.blocks > 1:
+            end = SLICES.kernel(self.device, vector=vector, parts=self._parts_at_once)
+            if x.dtype not in self._parts:
+                self._parts[x.dtype] = self.device.empty((packed.blocks * self.rows.shape[0],), x.dtype)
+            parts = self._parts[x.dtype]
+        self._bound[x.dtype, conjugate] = bound = kernel, end, parts, shared_bytes
+        return bound
