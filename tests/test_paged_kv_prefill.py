@@ -32,7 +32,7 @@ def force(monkeypatch):
     return fix
 
 
-def check(device, rng, lens, counts, *, heads=(4, 2), D=64, page=16, dtype="float16", layout="NHD", more=0, **options):
+def check(device, rng, lens, counts, *, heads=(2, 1), D=64, page=16, dtype="float16", layout="NHD", more=0, **options):
     """Compare with the reference; slots past a length are NaN, entries past the last page no page."""
     p = Paged(rng, lens, heads[1], D, page, dtype, layout)
     q = queries(rng, sum(counts) + more, heads[0], D, dtype)
@@ -43,15 +43,17 @@ def check(device, rng, lens, counts, *, heads=(4, 2), D=64, page=16, dtype="floa
     close(*got, *ragged_reference(q, p, counts, **options), dtype, max(lens))
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page", [8, 16, 64, 256])
+@pytest.mark.parametrize(
+    ("page", "layout"), [(8, "NHD"), (16, "NHD"), (64, "NHD"), (256, "NHD"), (8, "HND"), (32, "HND")]
+)
 def test_page_sizes(hopper, force, rng, page, layout):
     """Boxes of a page, and of parts of one."""
     force()
-    check(hopper, rng, [150, 33], [40, 5], page=page, layout=layout, dtype="bfloat16" if page == 8 else "float16")
+    dtype = "bfloat16" if page == 8 else "float16"
+    check(hopper, rng, [150, 33], [20, 3], heads=(4, 2), page=page, layout=layout, dtype=dtype)
 
 
-@pytest.mark.parametrize(("D", "page"), [(96, 32), (128, 128), (128, 8), (192, 16), (256, 64)])
+@pytest.mark.parametrize(("D", "page"), [(96, 32), (128, 128), (192, 16), (256, 64)])
 def test_head_dims(hopper, force, rng, D, page):
     """Blocks of 112 and 80 keys, into which boxes of 16 go; heads that end inside a box."""
     force()
