@@ -402,14 +402,14 @@ def test_hopper_rows_without_an_adapter(hopper, rng):
     """The bits of gemm with the configuration that gemm takes, plain, and with an epilogue."""
     M, N, K = 40, 72, 200
     x, c = (hopper.put(rng.standard_normal(shape).astype(DTYPES["bfloat16"])) for shape in ((M, K), (K, N)))
-    residual = hopper.put(rng.standard_normal((M, N)).astype(np.float32))
-    op = MultiLoRA(c, 2, 8)
-    load(hopper, op, {0: adapter(rng, K, N, 8, dtype="bfloat16")})
+    residual, bias = (hopper.put(rng.standard_normal(shape).astype(np.float32)) for shape in ((M, N), (N,)))
     indices = rng.integers(-1, 1, M).astype(np.int32)
-    for epilogue in ({}, {"residual": residual}):
-        got = op(x, hopper.put(indices), **epilogue)
+    for always, now in (({}, {}), ({}, {"residual": residual}), ({"bias": bias, "activation": "silu"}, {})):
+        op = MultiLoRA(c, 2, 8, **always)
+        load(hopper, op, {0: adapter(rng, K, N, 8, dtype="bfloat16")})
+        got = op(x, hopper.put(indices), **now)
         assert ran_on_hopper(hopper, "lora_multi_sm90")
-        base = rawops.gemm(x, c, **epilogue)
+        base = rawops.gemm(x, c, **always, **now)
         np.testing.assert_array_equal(bits(hopper, got)[indices < 0], bits(hopper, base)[indices < 0])
         assert (bits(hopper, got)[indices == 0] != bits(hopper, base)[indices == 0]).any()
 
