@@ -203,7 +203,7 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
     heights = (64,) if problem.M <= 64 else (64, 128) if 128 * ragged >= problem.M else (128,)
     found = []
     for block_m, (cluster, ping_pong, rides) in itertools.product(heights, ways):
-        if cluster <= problem.k_blocks and (block_m == 64 or not rides):
+        if cluster <= problem.k_blocks and (block_m == 64 or not rides):  # riding pays where the memory is the limit
             unit = math.lcm(step, 16 * problem.parts * cluster)
             found += [
                 configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)

@@ -257,10 +257,11 @@ class MultiLoRA:
     and the intermediate ``x @ a`` is float32. Rows without an adapter have the bits of `rawops.gemm`, as it is
     configured without tuning.
 
-    One launch sorts the rows by adapter and makes ``x @ a`` on tensor cores (two launches for more than 256 rows), the
-    next is the GEMM, whose tiles take in ``b`` once for all their rows of an adapter: segments of rows as in Punica's
-    SGMV (arXiv:2310.18547), where a row alone is a segment of one. Nothing synchronises, and the grid does not depend
-    on lora_indices: a captured call may be replayed with others.
+    One launch sorts the rows by adapter and makes ``x @ a`` on tensor cores (two launches for more than 256 rows; up to
+    64 rows stay as they are on Hopper, and the GEMM does not wait for it). The next is the GEMM, whose tiles take in
+    ``b`` once for all their rows of an adapter: segments of rows as in Punica's SGMV (arXiv:2310.18547), where a row
+    alone is a segment of one. Nothing synchronises, and the grid does not depend on lora_indices: a captured call may
+    be replayed with others.
 
     Parameters
     ----------
