@@ -408,16 +408,6 @@ def test_profile_and_plan(device):
     assert "scatter" in str(one.plan)
 
 
-def test_profile_of_a_band(device):
-    """Sorted rows near the diagonal, and jumps from one 32-byte sector of x to another."""
-    col = np.concatenate([[i, i + 1, i + 9] for i in range(50)])
-    arrays = np.ones(150, np.float32), col, np.arange(0, 151, 3)
-    found = SparseMatrix.from_csr(*map(device.put, arrays), (50, 59)).profile
-    assert (found.bandwidth, found.padding, found.rises) == (9, 1.28, True)
-    assert found.scatter == (np.diff(col // 8) != 0).mean()
-    assert (found.p95, found.cv) == (3, 0.0)
-
-
 def test_auto_keeps_one_format_where_memory_is_short(device, rng, monkeypatch):
     made = Coordinates(rng, (12, 8), 3)
     assert made.put(device, dual="auto").plan.dual
