@@ -14,14 +14,20 @@ constexpr int kGroup = 4, kGroups = 2;  // entries of a vector load; loads of a 
 constexpr int kTile = kThreads * kGroups * kGroup;
 constexpr int kWide = 16;               // entries that a lane adds up alone at most
 
-// Blocks that fit on an SM: walking takes registers, and those of sm_80 to sm_89 spill for four blocks.
+// Blocks that fit on an SM: walking takes registers, and those of sm_80 to sm_89 spill for four blocks. What does not
+// walk spills for five on sm_89 and from sm_100 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kWalkingBlocks = 3;
 #else
 constexpr int kWalkingBlocks = 4;
 #endif
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1000)
+constexpr int kSingleBlocks = 4;
+#else
+constexpr int kSingleBlocks = 5;
+#endif
 template <class A, bool kWalks>
-constexpr int kBlocksPerSM = sizeof(A) == 4 ? (kWalks ? kWalkingBlocks : 5) : sizeof(A) == 8 ? 3 : 2;
+constexpr int kBlocksPerSM = sizeof(A) == 4 ? (kWalks ? kWalkingBlocks : kSingleBlocks) : sizeof(A) == 8 ? 3 : 2;
 
 struct Tile {
     int64_t first_entry;  // rounded down to a multiple of kGroup

@@ -36,7 +36,6 @@ STREAM = KernelSpec(
         *(smoke("complex128", "complex128", "int64", True, walks=walks) for walks in (True, False)),
     ),
     params=CALL,
-    spills={"sm_89": 24, "sm_100a": 36, "sm_120a": 36},
 )
 
 
