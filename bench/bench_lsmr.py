@@ -1,9 +1,8 @@
 """LSMR beside cupyx.scipy.sparse.linalg.lsmr: wall time of whole solves of one problem with the same tolerances.
 
-"ours" is `LSMR.solve` of a solver that has solved before, "packed" the same with ``pack=True``, "lsmr()" the function,
-which sets everything up anew; CuPy gets its quickest format, compressed columns, and a start of zeros in the vectors'
-type. "x SpMV" is the time of an iteration over that of its two products alone. Residuals are computed from the
-solutions, in float64.
+"ours" is `LSMR.solve` of a solver that has solved before, "lsmr()" the function, which sets everything up anew; CuPy
+gets its quickest format, compressed columns, and a start of zeros in the vectors' type. "x SpMV" is the time of an
+iteration over that of its two products alone. Residuals are computed from the solutions, in float64.
 """
 
 from __future__ import annotations
@@ -47,17 +46,16 @@ class System:
     b: cupy.ndarray
     maxiter: int
     columns: int = 0  # right-hand sides of a second measurement
-    packs: bool = False  # suits pack=True
 
 
 def systems(quick: bool) -> Iterator[System]:
     """The rays of the LSMR article in float32; small real, larger generated and large real systems in float64."""
-    yield noisy("rays 8kv", matrices.rays(cupy), "float32", columns=32, packs=True)
-    yield noisy("rays 11kv", matrices.rays(cupy, 936_063, 17.74, 21), "float32", columns=32, packs=True)
+    yield noisy("rays 8kv", matrices.rays(cupy), "float32", columns=32)
+    yield noisy("rays 11kv", matrices.rays(cupy, 936_063, 17.74, 21), "float32", columns=32)
     yield real("well1033")
     yield real("illc1033")
     if not quick:
-        yield noisy("tomography", matrices.tomography(cupy), "float64", packs=True)
+        yield noisy("tomography", matrices.tomography(cupy), "float64")
         yield noisy("sls", matrices.hub_column(cupy), "float64")
         yield noisy("Ladybug-49", matrices.bundle(cupy), "float64")
         yield from of_packages()
@@ -77,13 +75,13 @@ def of_packages() -> Iterator[System]:
         yield noisy(name, matrices.Csr(*map(cupy.asarray, (a.data, a.indices, a.indptr)), a.shape), "float64")
 
 
-def noisy(name: str, csr: matrices.Csr, dtype: str, columns: int = 0, packs: bool = False) -> System:
+def noisy(name: str, csr: matrices.Csr, dtype: str, columns: int = 0) -> System:
     """b = A x with uniform x, and noise of a third of its spread."""
     a = csr_matrix((csr.data.astype(dtype), csr.indices, csr.indptr), shape=csr.shape)
     random = cupy.random.RandomState(1)
     b = a @ random.uniform(size=a.shape[1]).astype(dtype)
     b += (0.3 * b.std() * random.standard_normal(b.size)).astype(dtype)
-    return System(name, a, b, 1000, columns, packs)
+    return System(name, a, b, 1000, columns)
 
 
 def real(name: str) -> System:
@@ -106,9 +104,6 @@ def measure(system: System) -> dict[str, object]:
         "lsmr()": lambda: rawops.lsmr(ours, b, **options),
         "CuPy": lambda: cupy_lsmr(theirs, b, x0=x0, **options),
     }
-    if system.packs:
-        packed = rawops.LSMR(ours, pack=True, **options)
-        calls["packed"] = lambda: packed.solve(b)
     times, results = alternate(calls)
     result, rival = results["ours"], results["CuPy"]
     iteration, products = iteration_us(ours, b), products_us(ours, dtype)
@@ -120,7 +115,6 @@ def measure(system: System) -> dict[str, object]:
         "dtype": dtype.name,
         **{f"{name} ms": value for name, value in times.items()},
         "x CuPy": times["CuPy"] / times["ours"],
-        "packed x CuPy": times["CuPy"] / times["packed"] if system.packs else None,
         "us / iteration": iteration,
         "x SpMV": iteration / products,
         "itn": result.itn,

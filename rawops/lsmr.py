@@ -22,11 +22,9 @@ from rawops._lsmr_operators import (
     EmptyProduct,
     LinearOperator,
     PreconditionedProduct,
-    SparseProduct,
     column_scaling,
     product_of,
 )
-from rawops._lsmr_packed import PackedProduct
 from rawops._lsmr_status import Progress, Status
 from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
@@ -108,10 +106,6 @@ class LSMR:
         As for `lsmr`.
     damp, atol, btol, conlim, maxiter, preconditioner, reorthogonalize, vectors
         As for `lsmr`.
-    pack : bool
-        Keep a copy of a sparse A with real values in a layout of the solver's own, 6 bytes an entry and direction for
-        float32. It is for matrices with many entries a row and few columns, such as rays through voxels: products then
-        gather their vector from shared memory. `solve_many` and complex vectors go without.
 
     Notes
     -----
@@ -133,10 +127,8 @@ class LSMR:
         preconditioner=None,
         reorthogonalize=None,
         vectors=None,
-        pack=False,
     ) -> None:
         self._product = _product(self._function, A)
-        self._packed = self._pack() if pack else None
         self.shape = self._product.shape
         numbers = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
         damp, atol, btol, conlim = (_number(self._function, name, value) for name, value in numbers.items())
@@ -146,15 +138,9 @@ class LSMR:
         self._settings = Settings(damp, atol, btol, 1 / conlim if conlim > 0 else 0.0, maxiter)
         self._capacity = self._kept_vectors(reorthogonalize)
         if preconditioner is not None and not isinstance(self._product, EmptyProduct):
-            self._product, self._packed = self._preconditioned(preconditioner)
+            self._product = self._preconditioned(preconditioner)
         self._vectors = checks.choice(self._function, "vectors", vectors, (None, "float64"))
         self._engines: dict[tuple, Engine] = {}
-
-    def _pack(self) -> PackedProduct:
-        if not isinstance(self._product, SparseProduct):
-            fail(ValueError, self._function, "pack", "be False but for sparse matrices", True)
-        with _current(self._product.device):
-            return PackedProduct(self._function, self._product)
 
     def _total_rows(self) -> int:
         product = self._product
@@ -171,7 +157,7 @@ class LSMR:
             return most
         return min(checks.int_range(self._function, "reorthogonalize", reorthogonalize, 1, 2**31 - 1), most)
 
-    def _preconditioned(self, preconditioner) -> list:
+    def _preconditioned(self, preconditioner) -> PreconditionedProduct:
         function = self._function
         if isinstance(preconditioner, str):
             checks.choice(function, "preconditioner", preconditioner, ("column",))
@@ -179,8 +165,7 @@ class LSMR:
         elif not (hasattr(preconditioner, "solve") and hasattr(preconditioner, "rsolve")):
             rule, got = "be 'column' or have solve and rsolve", type(preconditioner).__name__
             fail(TypeError, function, "preconditioner", rule, got)
-        products = self._product, self._packed
-        return [p if p is None else PreconditionedProduct(function, p, preconditioner) for p in products]
+        return PreconditionedProduct(function, self._product, preconditioner)
 
     def solve(self, b, x0=None, *, callback: Callable | None = None, history: bool = False, show: bool = False):
         """Solve for one right-hand side.
@@ -202,11 +187,7 @@ class LSMR:
         if callback is not None and not callable(callback):
             fail(TypeError, self._function, "callback", "be a function of an iteration", repr(callback))
         problem = self._problem(b, x0)
-        product = self._product
-        if self._packed is not None and problem.dtype.kind == "f":
-            product = self._packed
-            problem = problem._replace(b=problem.b[self._order()])
-        engine = self._engine(problem, 1, product)
+        engine = self._engine(problem, 1)
         progress = Progress(self._settings, self.shape, callback, history, show)
         with _current(problem.device), progress:
             engine.start(problem.b, problem.x0, self._settings)
@@ -244,7 +225,7 @@ class LSMR:
         problem = self._problem(B, X0, names=("B", "X0"))
         if problem.b.shape[1] == 0:
             return self._of_no_columns(problem, history)
-        engine = self._engine(problem, problem.b.shape[1], self._product)
+        engine = self._engine(problem, problem.b.shape[1])
         b, x0 = problem.b, problem.x0
         if engine.columns == 1:
             b, x0 = b[:, 0], None if x0 is None else x0[:, 0]
@@ -263,15 +244,11 @@ class LSMR:
         kept = {name: np.zeros((0, 0)) for name in HISTORY} if history else None
         return LSMRResult(x, codes, codes.copy(), *(norms.copy() for _ in HISTORY), history=kept, status=[])
 
-    def _order(self):
-        packed = self._packed
-        return packed.product.order if isinstance(packed, PreconditionedProduct) else packed.order
-
-    def _engine(self, problem: _Problem, columns: int, product) -> Engine:
-        key = problem.device, problem.dtype, columns, product is self._packed
+    def _engine(self, problem: _Problem, columns: int) -> Engine:
+        key = problem.device, problem.dtype, columns
         if key not in self._engines:
             with _current(problem.device):
-                self._engines[key] = Engine(problem.device, product, problem.dtype, columns, self._capacity)
+                self._engines[key] = Engine(problem.device, self._product, problem.dtype, columns, self._capacity)
         return self._engines[key]
 
     def _problem(self, b, x0, names=("b", "x0")) -> _Problem:

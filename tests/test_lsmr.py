@@ -8,7 +8,7 @@ from scipy.sparse.linalg import LinearOperator as SciPyOperator
 from scipy.sparse.linalg import lsmr as scipy_lsmr
 
 import rawops
-from rawops import _lsmr_packed, _lsmr_small
+from rawops import _lsmr_small
 from rawops._lsmr_engine import Engine, _Reader
 from rawops.testing import has_gpu
 
@@ -238,42 +238,6 @@ def test_views_of_a_sparse_matrix(device, rng):
     matrix, b = rawops.SparseMatrix.from_scipy(a), rng.standard_normal(20) + 0j
     for view, expected in ((matrix.T, a.T), (matrix.H, a.conj().T)):
         assert_same(device, rawops.lsmr(view, device.put(b), maxiter=3), scipy_lsmr(expected, b, maxiter=3))
-
-
-@pytest.mark.parametrize(
-    ("most", "dtype", "vectors", "preconditioner"),
-    [(16, "float64", None, None), (1 << 16, "float32", "float64", None), (24, "float64", None, "column")],
-)
-def test_packed(device, rng, monkeypatch, most, dtype, vectors, preconditioner):
-    """The same x, from one block of columns and from several, with rows of all lengths."""
-    monkeypatch.setattr(_lsmr_packed, "_MOST_ENTRIES", most)
-    monkeypatch.setattr(_lsmr_packed, "_FEWEST", 0)
-    a = np.where(rng.random((40, 24)) < rng.random((40, 1)), rng.standard_normal((40, 24)), 0).astype(dtype)
-    a[7], a[39], a[:, 5] = 0, 0, 0
-    b = rng.standard_normal(40)
-    matrix = rawops.SparseMatrix.from_scipy(sparse.csr_array(a).T).T
-    options = {"maxiter": 2, "damp": 0.1, "preconditioner": preconditioner}
-    solver = rawops.LSMR(matrix, pack=True, vectors=vectors, **options)
-    b, x0 = device.put(b), device.put(np.ones(24))
-    expected = rawops.LSMR(matrix, vectors="float64", **options).solve(b, x0)
-    ours = solver.solve(b, x0)
-    assert_same(device, ours, [device.get(expected.x), *expected[1:]])
-    assert ours.status.normar == pytest.approx(expected.status.normar, rel=1e-6)
-    if preconditioner:
-        many = solver.solve_many(b[:, None], x0[:, None])  # goes without
-        np.testing.assert_allclose(device.get(many.x)[:, 0], device.get(ours.x), rtol=1e-7)
-
-
-def test_packed_mistakes(device):
-    with pytest.raises(ValueError, match=r"^LSMR: pack must be False but for sparse matrices, got True"):
-        rawops.LSMR(device.put(np.eye(3)), pack=True)
-    for dtype, dual, got in ((float, False, "float64 in one format"), (complex, True, "complex128 in both formats")):
-        matrix = rawops.SparseMatrix.from_scipy(sparse.eye_array(3, dtype=dtype).tocsr(), dual=dual)
-        with pytest.raises(ValueError, match=f"pack must be False but for .*, got {got}"):
-            rawops.LSMR(matrix, pack=True)
-    matrix = rawops.SparseMatrix.from_scipy(sparse.eye_array(3).tocsr())
-    with pytest.raises(ValueError, match=r"pack must be False below 4 entries a row and block, got 1\.0 in A"):
-        rawops.LSMR(matrix, pack=True).solve(device.put(np.ones(3)))
 
 
 def test_sparse_matrix_of_the_library_at_hand(device, rng):
