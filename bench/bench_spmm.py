@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from bench_spmv import MATRICES
+from bench_sparse import MATRICES
 from common import Case, cupy, main
 from cupyx.scipy.sparse import csr_matrix
 
