@@ -33,7 +33,8 @@ template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore
     static constexpr int PART_BYTES = 64 * 64 * 4, ROWS_BYTES = 2 * BLOCK_M * 4;  // dq of a consumer; lse and delta
     static constexpr int K_AT = 0, V_AT = K_BYTES, Q_AT = 2 * K_BYTES, DOUT_AT = Q_AT + STAGES * Q_BYTES;
     static constexpr int DS_AT = DOUT_AT + STAGES * Q_BYTES, PARTS_AT = DS_AT + 2 * DS_BYTES;
-    static constexpr int ROWS_AT = PARTS_AT + kAddingWarps * CONSUMERS * PART_BYTES, BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
+    static constexpr int ROWS_AT = PARTS_AT + kAddingWarps * CONSUMERS * PART_BYTES;
+    static constexpr int BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
     static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, the slots and the parts
 };
 
@@ -43,7 +44,7 @@ struct AttentionBackwardMaps {
 
 struct AttentionBackwardParams {
     void *dk, *dv;
-    float* dq;         // for each sequence, head and tile of queries, its parts as `store_part` writes them
+    float* dq;         // for each sequence, head and tile of queries, its parts, in the order of `add_part`
     const float* rows; // for each sequence, head and tile of queries: lse * log2(e) of its rows, then delta
     int* turns;        // for each sequence, head and tile of queries, two: the tile of keys that may add to dq next
     AttentionStrides dk_strides, dv_strides;
