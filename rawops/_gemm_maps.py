@@ -49,5 +49,8 @@ def map_of(x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, box_col
 
 def encode(device, describe: list, addresses: tuple) -> list[bytes]:
     """Encode the maps of as many operands as there are addresses, for the GPU or the emulator."""
-    encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
+    encode = TensorMap.encode_emulated
+    if not device.is_emulated:
+        device.bind_context()  # which a thread may not have yet, and the driver wants
+        encode = TensorMap.encode_driver
     return [encode(d(address=address)) for d, address in zip(describe, addresses, strict=False)]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import rawops
+from rawops import _gemm_maps
 from rawops._gemm_call import Product, scalars
 from rawops._gemm_operands import Options
 from rawops._gemm_steps import ZERO
@@ -155,6 +156,20 @@ def test_a_product_gives_up_on_calls_that_never_come_again(repeated):
         product(same)
     assert not again
     assert product._repeat is None
+
+
+def test_a_thread_has_a_context_before_it_encodes_maps(monkeypatch):
+    """The driver's encoder fails in a thread that has not used the GPU."""
+
+    class Device:
+        is_emulated, bound = False, False
+
+        def bind_context(self):
+            self.bound = True
+
+    device = Device()
+    monkeypatch.setattr(_gemm_maps.TensorMap, "encode_driver", lambda self: device.bound)
+    assert _gemm_maps.encode(device, [lambda address: None], (0,)) == [True]
 
 
 # --- scalars --------------------------------------------------------------------------------------------------------
