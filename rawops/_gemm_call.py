@@ -377,10 +377,11 @@ class Product:
         activation = ACTIVATIONS.index(self.options.activation)
         arguments = (device, described, M, N, K, extents, activation)
         tuned = self._tuned(device, problem, arguments)
-        config = tuned if isinstance(tuned, Config) else self.configure(device, request, problem)
-        shape = pack_shape(described, (M, N, K, sizes.cols), extents, config.k_per_split, gate)
         if isinstance(tuned, _gemm_sm90.Config):
+            shape = pack_shape(described, (M, N, K, sizes.cols), extents, K, gate)
             return OnHopper(_gemm_sm90.plan(*arguments, config=tuned), shape)
+        config = self.configure(device, request, problem) if tuned is None else tuned
+        shape = pack_shape(described, (M, N, K, sizes.cols), extents, config.k_per_split, gate)
         if tuned is None:
             if self.is_plain and M == 1 and not tf32 and b_k_major and access_a == access_b == 16:
                 kernel, blocks = _gemm_gemv.plan(device, dtype, out_dtype, activation, sizes.cols)
