@@ -106,10 +106,13 @@ def launcher(
     maps = _maps(device, problem, pool, choice, views)
     tiles = (problem.batches + 1) * (problem.heads // choice.packed) * choice.row_tiles * choice.splits
     blocks = min(tiles, device.sm_count)
+    # a section of all units that have rows, at most: the rows past all sequences come last, when every block has a tile
+    units = problem.batches * (problem.heads // choice.packed)
+    section = min(config.section, max(units, 1)) * choice.splits
 
     def launch(workspace: Workspace, values: tuple) -> None:
         taken = workspace.zeros(device, 1) if tiles > blocks else 0
-        arguments = (maps(*values[:3]), attention.PARAMS.pack(*values), config.section * choice.splits, taken)
+        arguments = (maps(*values[:3]), attention.PARAMS.pack(*values), section, taken)
         kernel.launch((blocks, 1, 1), (config.threads, 1, 1), arguments, config.shared_bytes)
 
     return launch
