@@ -176,10 +176,8 @@ private:
             bool stops = false;
             if (turns_over) stops = !goes_on_after(slot_work);
             if (uniform(stops)) break;  // said again, since the compiler forgets it over the wait in between
-            if (turns_over) {
-                await_q();
-                await_keys();
-            }
+            if (turns_over) await_q();
+            await_keys();
             await_turn();
             multiply_keys(s);
             multiply_values(o, p, accumulates);
@@ -202,8 +200,6 @@ private:
             if (!kPlain || !is_plain) finish_scores(s, work, block);
             float correction[2];
             const bool moves = softmax.add(s, scale_of(work), correction);
-            await_values();
-            if (!is_last) await_keys();  // here rather than in the turn
             wgmma_wait<0>();
             hold(o);
             release_values(before(before(slot)));
@@ -235,8 +231,6 @@ private:
         release_keys(is_last);
         if (!kPlain || !work.plain.has(block)) finish_scores(s, work, block);
         softmax.add(s, scale_of(work), correction);
-        await_values();
-        if (!is_last) await_keys();
         AttentionAtom<T>::narrow(p, s);
         if constexpr (kDrops) drop(p, work, block);
         return is_tainted;
@@ -251,10 +245,6 @@ private:
         return uniform(work.tile >= 0 ? work.keys.end - work.keys.first : 0) > 0;
     }
     __device__ void await_keys() const { barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase); }
-    __device__ void await_values() const {  // that go with the keys before those of `slot`
-        const RingPosition<Tile::STAGES> at = before(slot);
-        barrier_wait(exchange.v_barriers.full(at.stage), at.phase);
-    }
     __device__ void await_q() {
         barrier_wait(exchange.q_barriers.full(number), phase_q);
         phase_q ^= 1;
@@ -365,6 +355,7 @@ private:
         using Operand = typename Tile::OperandV;
         const RingPosition<Tile::STAGES> at = before(slot);
         const uint64_t v = Operand::descriptor(exchange.v + at.stage * Tile::V_BYTES);
+        barrier_wait(exchange.v_barriers.full(at.stage), at.phase);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Tile::BLOCK_N * Tile::ITEM / 32; ++step) {
