@@ -9,7 +9,7 @@ from rawops._sparse_formats import Rows, module_of
 from rawops._sparse_measure import measure
 
 _SHARED_READS = 128  # blocks of threads that each read all of x
-_BLOCK_MEAN = 16  # entries of a row in a block of columns that pay for adding up the blocks
+_BLOCK_MEAN = 12  # entries of a row in a block of columns that pay for adding up the blocks
 _SMALL = 2**20  # entries of a matrix that the launch and its tail cost more than
 
 
@@ -174,7 +174,7 @@ def _by_slices(found: Profile) -> Choice | None:
         lanes, is_sorted = power_of_two(found.mean / 16, 1, 32), found.padding > 1.2
         why = f"even rows, of {found.mean:.3g} entries"
         return Choice("packed", lanes, 4096, is_sorted=is_sorted, is_wide=is_wide, why=why)
-    if found.mean <= 16 and found.p99 <= 2 * found.mean:
+    if found.mean <= 16 and found.p99 <= 1.25 * found.mean:
         why = f"99 % of the rows have {found.p99} entries at most"
         return Choice("packed", 1, 32, is_wide=is_wide, why=why)
     return None
