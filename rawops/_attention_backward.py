@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rawops import _attention_backward_sm90 as sm90
+from rawops import config as settings
 from rawops._attention_config import (
     ALIBI,
     BIAS,
@@ -29,6 +30,7 @@ from rawops._attention_operands import (
     Sizes,
     access_of,
     check_scores,
+    check_values,
     problem_of,
     shape_fields,
     sizes_of,
@@ -167,6 +169,8 @@ def backward(
     device = arrays.device_of(function, **named)
     sizes = sizes_of(function, named, varlen)
     check_scores(function, named, sizes)
+    if varlen is not None and settings.current().check:
+        check_values(function, named, sizes, varlen)
     _check_apart(function, device, named)
     dtype = checks.dtype(function, "q", named["q"], _DTYPES)
     for name, like in (("dout", "out"), ("out", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):

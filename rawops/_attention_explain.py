@@ -75,6 +75,8 @@ def _reasons(kernels: list[str], options: argparse.Namespace, device: PaperDevic
             cause = f"{device.arch} has no wgmma"
         elif options.dropout:
             cause = "the kernel for Hopper has no dropout"
+        elif options.seqlen_k == 0:
+            cause = "there are no keys"
         elif options.seqlen_q <= 64:
             cause = "so few queries fill no tile of the kernel for Hopper"
         else:

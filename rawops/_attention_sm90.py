@@ -203,7 +203,9 @@ def supports(device, problem: Problem, views: Mapping[str, View]) -> bool:
     quantum = 16 // views["q"].itemsize
     if problem.head_dim % quantum or problem.head_dim_v % quantum or not all(movable(x) for x in views.values()):
         return False
-    return problem.seqlen_k > 0 and (problem.seqlen_q > _ROWS or not is_wide)
+    if not (problem.head_dim and problem.head_dim_v and problem.seqlen_k > 0):  # no tensor map has a size of 0
+        return False
+    return problem.seqlen_q > _ROWS or not is_wide
 
 
 @dataclass(frozen=True)

@@ -338,16 +338,16 @@ class ScaleArguments:
     arrays: tuple
 
     @classmethod
-    def of(cls, function: str, number: Callable, a, b, d) -> ScaleArguments:
+    def of(cls, function: str, a, b, d) -> ScaleArguments:
         factor, found = 1.0, []
         for role, x in zip(SCALES_OF, (a, b, d), strict=True):
             is_array = hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__")
             if x is None or is_array:
                 found.append(x)
             elif role == "scale_d":
-                found.append(number(function, role, x))
+                found.append(checks.number(function, role, x))
             else:
-                factor *= number(function, role, x)
+                factor *= checks.number(function, role, x)
                 found.append(None)
         return cls(factor, tuple(found))
 

@@ -39,7 +39,6 @@ from rawops._gemm_operands import (
     describe,
     fold_batch,
     layout_of,
-    number,
     pack_shape,
 )
 from rawops._gemm_steps import ONE, ZERO, OneKernel, OnHopper, Repeat, SplitK
@@ -78,9 +77,9 @@ def _address(function: str, name: str, value, a) -> tuple[int, float, int]:
 def scalar(function: str, name: str, value):
     """Return a number as a float, and a 0-d array as an array of its device."""
     if isinstance(value, np.generic) and value.dtype.name in DTYPES:  # bfloat16 is no number to Python
-        return number(function, name, value.astype(np.float64))
+        return checks.number(function, name, value.astype(np.float64))
     if not (hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")):
-        return number(function, name, value)
+        return checks.number(function, name, value)
     (x,), _ = arrays.take(function, **{name: value})
     if x.ndim != 0:
         checks.fail(ValueError, function, name, "be a number or a 0-d array", f"shape {tuple(x.shape)}")

@@ -128,15 +128,6 @@ def split_count(function: str, split_k) -> int:
     return checks.int_range(function, "split_k", split_k, 1, 1024)
 
 
-def number(function: str, name: str, value) -> float:
-    """Return a real number as a float."""
-    try:
-        return checks.number(function, name, value)
-    except OverflowError:
-        pass
-    return checks.fail(ValueError, function, name, "fit a float", f"a larger {type(value).__name__}")
-
-
 def check_dtype(function: str, argument: str, dtype, allowed, where: str = "") -> str:
     """Return the name of a dtype, which must be one of `allowed`."""
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from rawops._gemm_call import ZERO, Product
 from rawops._gemm_config import DTYPES
 from rawops._gemm_maps import k_major
-from rawops._gemm_operands import Operand, Options, check_given, number
+from rawops._gemm_operands import Operand, Options, check_given
 from rawops._lora_factors import factor_gradients, operand_of
 from rawops._lora_product import NOTHING, LowRankProduct, check_weights, row_of_y
 from rawops._lora_sm90 import NARROW, NarrowProduct
@@ -92,7 +92,7 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
     taken, give = arrays.take(_FUNCTION, **named)
     device = arrays.device_of(_FUNCTION, **dict(zip(named, taken, strict=True)))
     inputs, outs = taken[:5], taken[5:]
-    scaling = number(_FUNCTION, "scaling", scaling)
+    scaling = checks.number(_FUNCTION, "scaling", scaling)
     _check(*inputs, outs)
     results = [
         device.empty(like.shape, like.dtype) if o is None or _overlaps(device, o, inputs) else o

@@ -23,7 +23,6 @@ from rawops._gemm_operands import (
     check_given,
     contiguous,
     layout_of,
-    number,
 )
 from rawops._gemm_repack import Repacked
 from rawops._lora_multi_config import (
@@ -335,7 +334,7 @@ class MultiLoRA:
         if self.max_loras == 0:
             checks.fail(ValueError, function, "slot", "be one of 0 slots", slot)
         slot = checks.int_range(function, "slot", slot, 0, self.max_loras - 1)
-        scaling = number(function, "scaling", scaling)
+        scaling = checks.number(function, "scaling", scaling)
         pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)
         stack, K = self._stack, self.c.shape[0]
         with self._current():

@@ -8,7 +8,7 @@ from typing import ClassVar
 from rawops import _gemm_sm90
 from rawops._gemm_call import ONE, Launch, OnHopper, Product
 from rawops._gemm_config import DTYPES, SWIGLU, Problem
-from rawops._gemm_operands import ROLES, Options, Request, layout_of, number
+from rawops._gemm_operands import ROLES, Options, Request, layout_of
 from rawops._lora_config import LOW_RANK, READING, RIDING, LoraConfig, select_config, shared_bytes
 from rawops._lora_sm90 import NarrowProduct
 from rawops._runtime import checks, dtypes
@@ -30,7 +30,7 @@ class LowRankProduct(Base):
     def __init__(self, function: str, activation: str | None, scaling: float, workspaces: dict | None = None) -> None:
         options = Options(activation)
         super().__init__(function, options, workspaces)
-        self.scaling = number(function, "scaling", scaling)
+        self.scaling = checks.number(function, "scaling", scaling)
         self.base = Base(function, options, workspaces)
         self._step = Product(function, Options(), workspaces)
 

@@ -34,14 +34,15 @@ def check_slices(function: str, slices, N: int) -> tuple[tuple[int, int], ...]:
 
 def take_factors(function: str, c, a, b, slices: tuple, max_rank: int | None = None) -> list[tuple | None]:
     """Return the arrays (a, b) of each slice, checked; None where there is no low-rank part."""
-    if len(slices) == 1 and not isinstance(a, Sequence):
+    is_one = len(slices) == 1 and not isinstance(a, Sequence)
+    if is_one:
         a, b = [a], [b]
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, Sequence) or len(x) != len(slices):
             got = f"{len(x)} of them" if isinstance(x, Sequence) else type(x).__name__
             checks.fail(ValueError, function, name, f"have an array for each of {len(slices)} slices", got)
     return [
-        _take_pair(function, c, pair, stop - start, max_rank, f"[{i}]" if len(slices) > 1 else "")
+        _take_pair(function, c, pair, stop - start, max_rank, "" if is_one else f"[{i}]")
         for i, (pair, (start, stop)) in enumerate(zip(zip(a, b, strict=True), slices, strict=True))
     ]
 

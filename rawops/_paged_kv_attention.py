@@ -264,6 +264,8 @@ def _checked_options(function: str, causal, softmax_scale, window, softcap, num_
         num_splits = checks.int_range(function, "num_splits", num_splits, 1, 1024)
     if softmax_scale is not None:
         softmax_scale = checks.number(function, "softmax_scale", softmax_scale)
+        if not math.isfinite(softmax_scale):
+            checks.fail(ValueError, function, "softmax_scale", "be finite", softmax_scale)
     return Options(softmax_scale, softcap, (left, 0 if causal else right), num_splits or 0)
 
 

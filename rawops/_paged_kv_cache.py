@@ -367,6 +367,9 @@ class PagedKVCache:
             checks.fail(ValueError, function, "counts", rule, list(counts))
         if tokens is not None:
             self._check_tokens(function, tokens, counts)
+        for name, x in (("k", k), ("v", v)):
+            if x is None:
+                checks.fail(TypeError, function, name, "be an array", "None")
         (k, v), _ = arrays.take(function, k=k, v=v)
         arrays.device_of(function, pages=self.pages, k=k, v=v)
         expected = (sum(counts), self.num_kv_heads, self.head_dim)

@@ -109,7 +109,7 @@ class Prefill:
 
 def takes(pool: Pool, q, q_address: int, num_splits: int) -> bool:
     """Tell whether a call has enough queries, and arrays that this kernel reads."""
-    if pool.dtype not in DTYPES or pool.access != 16 or num_splits or access_of(q, q_address) != 16:
+    if not pool.batch or pool.dtype not in DTYPES or pool.access != 16 or num_splits or access_of(q, q_address) != 16:
         return False
     return q.shape[0] * (q.shape[1] // pool.num_heads) >= _MIN_ROWS * pool.batch
 

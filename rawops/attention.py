@@ -159,7 +159,8 @@ def flash_attention_varlen(
         int32 on the device, from 0 on: sequence b has rows ``cu_seqlens[b]`` to before ``cu_seqlens[b + 1]``. Any
         sequence may be empty on either side.
     max_seqlen_q, max_seqlen_k : int
-        The longest sequences; what the grid is made for. A longer one is right all the same, only slower.
+        The longest sequences; what the grid is made for. A longer one is right all the same, only slower;
+        RAWOPS_CHECK=1 raises for it.
     causal, softmax_scale, window, softcap, alibi_slopes, num_splits, return_lse
         As for `flash_attention`, each sequence for itself.
     dropout_p, dropout_seed, dropout_offset

@@ -9,7 +9,7 @@ from rawops._gemm_8bit import ScaleArguments, ScaledProduct
 from rawops._gemm_call import ZERO, Product, scalar, scalars
 from rawops._gemm_config import DTYPES
 from rawops._gemm_grouped import GroupedProduct
-from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_dtype, number, split_count
+from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_dtype, split_count
 from rawops._gemm_tune import tune
 from rawops._gemm_w4 import FORMATS, WeightProduct
 from rawops._runtime import arrays, checks
@@ -151,7 +151,7 @@ def gemm(
     elif _is_8bit(a):
         _check_without("gemm", "without b_dtype", zero_b=zero_b)
         kind = (ScaledProduct, scale_a is not None or scale_b is not None)
-        scales = ScaleArguments.of("gemm", number, scale_a, scale_b, scale_d).on_device("gemm", a)
+        scales = ScaleArguments.of("gemm", scale_a, scale_b, scale_d).on_device("gemm", a)
         packed_alpha, further = scales.applied_to(packed_alpha), scales.arrays
     else:
         _check_without("gemm", _PLAIN, scale_a=scale_a, scale_b=scale_b, scale_d=scale_d, zero_b=zero_b)
@@ -280,7 +280,7 @@ class Gemm:
         elif plan[-1] in BYTE_DTYPES:
             _check_without("Gemm", "without b_dtype", zero_b=zero_b)
             kind = (ScaledProduct, scale_a is not None or scale_b is not None)
-            self._scales = ScaleArguments.of("Gemm", number, scale_a, scale_b, scale_d)
+            self._scales = ScaleArguments.of("Gemm", scale_a, scale_b, scale_d)
         else:
             _check_without("Gemm", _PLAIN, scale_a=scale_a, scale_b=scale_b, scale_d=scale_d, zero_b=zero_b)
         self._product = _product_of("Gemm", options, kind, workspaces={})

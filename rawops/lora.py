@@ -16,7 +16,7 @@ import functools
 import math
 
 from rawops._gemm_config import DTYPES
-from rawops._gemm_operands import check_bias, check_given, number
+from rawops._gemm_operands import check_bias, check_given
 from rawops._lora_grad import lora_linear_backward as lora_linear_backward
 from rawops._lora_merge import MergeError, merge_into
 from rawops._lora_multi import MultiLoRA as MultiLoRA
@@ -101,7 +101,7 @@ def lora_linear(
     call gives the same bits. To capture it in a CUDA graph, use `FusedLoRA` with ``out=``.
     """
     if type(scaling) is not float:
-        scaling = number("lora_linear", "scaling", scaling)
+        scaling = checks.number("lora_linear", "scaling", scaling)
     if slices is not None:
         sliced = SlicedLoRA("lora_linear", c, a, b, scaling, slices, bias, activation)
         return sliced(x, residual=residual, out=out)
@@ -176,7 +176,7 @@ class FusedLoRA:
             `bias` and `activation`.
         """
         weight, lora_a, lora_b = _peft_matrices(weight=weight, lora_a=lora_a, lora_b=lora_b)
-        alpha, rank = number("FusedLoRA.from_peft", "lora_alpha", lora_alpha), lora_a.shape[0]
+        alpha, rank = checks.number("FusedLoRA.from_peft", "lora_alpha", lora_alpha), lora_a.shape[0]
         scaling = alpha / (math.sqrt(rank) if use_rslora else rank) if rank else 0.0
         return cls(weight.T, lora_a.T, lora_b.T, scaling, **keywords)
 

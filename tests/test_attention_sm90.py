@@ -353,3 +353,12 @@ def test_long_rows_take_wide_blocks_of_keys():
         return sm90.select_config(problem, 132).block_n
 
     assert (block_n(1024), block_n(8192), block_n(8192, 0), block_n(16384, 0)) == (128, 176, 128, 176)
+
+
+def test_heads_of_no_columns(hopper, rng):
+    """Views, whose strides TMA would take: every query sees all keys alike."""
+    q, k, v = (hopper.put(rng.integers(-4, 5, (2, n, 4, 64)).astype(FLOAT16)) for n in (70, 100, 100))
+    out = hopper.get(flash_attention(q[..., :0], k[..., :0], v))
+    expected = hopper.get(v).astype("float64").mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), atol=2e-3)
+    assert flash_attention(q, k, v[..., :0]).shape == (2, 70, 4, 0)

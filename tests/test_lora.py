@@ -512,3 +512,9 @@ def test_errors_of_slices_and_merges(device):
         with pytest.raises(error) as raised:
             call()
         assert str(raised.value).startswith(text)
+
+
+def test_one_range_without_factors(device, rng):
+    x, c = (device.put(rng.integers(-4, 5, shape).astype("float16")) for shape in ((5, 24), (24, 16)))
+    out = rawops.lora_linear(x, c, [None], [None], slices=[(0, 16)])
+    assert (device.get(out) == device.get(rawops.gemm(x, c))).all()

@@ -149,3 +149,12 @@ def test_partial_results_of_a_prefix(hopper, force, rng):
         want, want_lse = attend(q[i : i + 1], *(np.concatenate([x[:192], x[own]]) for x in (k, v)))
         got = hopper.get(out)[i : i + 1], hopper.get(lse)[:, i : i + 1]
         close(*got, want, want_lse, "float16", 207)
+
+
+def test_no_sequences(hopper):
+    """Rows past all sequences see nothing."""
+    q, pages = hopper.put(np.ones((1, 4, 64), "float16")), hopper.put(np.ones((4, 2, 16, 2, 64), "float16"))
+    table, lens, cu = (hopper.put(np.zeros(shape, np.int32)) for shape in ((0, 3), 0, 1))
+    out, lse = rawops.paged_attention(q, pages, table, lens, cu_seqlens_q=cu, return_lse=True)
+    assert (hopper.get(out) == 0).all()
+    assert (hopper.get(lse) == -np.inf).all()

@@ -32,7 +32,7 @@ def shape(function: str, argument: str, x, expected: tuple, hint: str = "") -> N
 
 def choice(function: str, argument: str, value, allowed: Sequence, hint: str = ""):
     """Return `value`, which must be one of `allowed`."""
-    if value not in allowed:
+    if isinstance(value, (float, np.ndarray)) or value not in allowed:  # 4.0 is equal to 4, but no block of 4
         fail(ValueError, function, argument, f"be {_either([repr(a) for a in allowed])}", repr(value), hint)
     return value
 
@@ -50,7 +50,11 @@ def number(function: str, argument: str, value) -> float:
     """Return a Python or NumPy real scalar as a float."""
     if not isinstance(value, numbers.Real) or isinstance(value, np.ndarray):
         fail(TypeError, function, argument, "be a real number", f"{value!r} ({type(value).__name__})")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        pass
+    return fail(ValueError, function, argument, "fit a float", f"a larger {type(value).__name__}")
 
 
 def output(function: str, argument: str, x) -> None:
