@@ -66,7 +66,8 @@ def checked(function: str, options: Options) -> Options:
     splits = options.num_splits
     if splits is not None:
         splits = checks.int_range(function, "num_splits", splits, 1, MOST_SPLITS, "None chooses it.")
-    causal, return_lse = bool(options.causal), bool(options.return_lse)
+    causal = checks.flag(function, "causal", options.causal)
+    return_lse = checks.flag(function, "return_lse", options.return_lse)
     dropout_p = checked_probability(function, options.dropout_p)
     return Options(causal, scale, tuple(bounds), softcap, splits, return_lse, dropout_p)
 

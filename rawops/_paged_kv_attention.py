@@ -266,7 +266,8 @@ def _checked_options(function: str, causal, softmax_scale, window, softcap, num_
         softmax_scale = checks.number(function, "softmax_scale", softmax_scale)
         if not math.isfinite(softmax_scale):
             checks.fail(ValueError, function, "softmax_scale", "be finite", softmax_scale)
-    return Options(softmax_scale, softcap, (left, 0 if causal else right), num_splits or 0)
+    is_causal = checks.flag(function, "causal", causal)
+    return Options(softmax_scale, softcap, (left, 0 if is_causal else right), num_splits or 0)
 
 
 def attend(

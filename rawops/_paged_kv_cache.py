@@ -234,6 +234,7 @@ class PagedKVCache:
         array (len(sequences), num_heads, head_dim), and with `return_lse` float32 (num_heads, len(sequences))
         """
         function = f"{_NAME}.decode"
+        cascade = cascade if cascade is None else checks.flag(function, "cascade", cascade)
         if cascade is not False and _may_cascade(options):
             with self._lock:
                 batch = self._batch(_names_of(function, sequences))

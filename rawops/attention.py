@@ -265,7 +265,8 @@ def flash_attention_backward(
     dropout = dropout_of("flash_attention_backward", options.dropout_p, dropout_seed, dropout_offset)
     named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     named |= {"alibi_slopes": alibi_slopes, "bias": bias, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return backward("flash_attention_backward", options, varlen, named, bool(deterministic), dropout)
+    deterministic = checks.flag("flash_attention_backward", "deterministic", deterministic)
+    return backward("flash_attention_backward", options, varlen, named, deterministic, dropout)
 
 
 def merge_attention_states(out_a, lse_a, out_b, lse_b):

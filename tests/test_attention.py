@@ -337,6 +337,8 @@ WRONG = {
     "none": (TypeError, "k must be an array, got None", {"k": None}),
     "window": (ValueError, "window must be between 0", {"window": (-3, None)}),
     "window kind": (TypeError, "window must be a pair", {"window": 3}),
+    "causal kind": (TypeError, "causal must be True or False, got 'no'", {"causal": "no"}),
+    "causal array": (TypeError, "causal must be True or False", {"causal": np.array([1, 2])}),
     "window type": (TypeError, "window must be an integer", {"window": (1.5, None)}),
     "scale": (ValueError, "softmax_scale must be finite", {"softmax_scale": math.inf}),
     "softcap": (ValueError, "softcap must be 0", {"softcap": -1.0}),

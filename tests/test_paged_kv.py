@@ -434,6 +434,8 @@ MISTAKES = {
     "layout must be": ({"layout": lambda a: "NDH"}, ValueError),
     r"window\[0\] must be between 0": ({"window": lambda a: (-3, None)}, ValueError),
     "softcap must be finite": ({"softcap": lambda a: -1.0}, ValueError),
+    "softmax_scale must be finite": ({"softmax_scale": lambda a: np.nan}, ValueError),
+    "causal must be True or False": ({"causal": lambda a: "no"}, TypeError),
     "num_splits must be between 1": ({"num_splits": lambda a: 0}, ValueError),
     "alibi_slopes must have shape": ({"alibi_slopes": lambda a: a["seq_lens"].astype(np.float32)}, ValueError),
     "block_table must be an array": ({"block_table": lambda a: None}, TypeError),

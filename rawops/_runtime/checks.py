@@ -37,6 +37,13 @@ def choice(function: str, argument: str, value, allowed: Sequence, hint: str = "
     return value
 
 
+def flag(function: str, argument: str, value) -> bool:
+    """Return `value`, which must be True or False (or 1 or 0), as a bool."""
+    if not (isinstance(value, (bool, np.bool_)) or (isinstance(value, numbers.Integral) and value in (0, 1))):
+        fail(TypeError, function, argument, "be True or False", f"{value!r} ({type(value).__name__})")
+    return bool(value)
+
+
 def int_range(function: str, argument: str, value, low: int, high: int, hint: str = "") -> int:
     """Return `value` as an int in ``low..high``."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
