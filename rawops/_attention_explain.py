@@ -73,8 +73,6 @@ def _reasons(kernels: list[str], options: argparse.Namespace, device: PaperDevic
     elif kernels:
         if device.capability // 10 != 9:
             cause = f"{device.arch} has no wgmma"
-        elif options.dropout:
-            cause = "the kernel for Hopper has no dropout"
         elif options.seqlen_k == 0:
             cause = "there are no keys"
         elif options.seqlen_q <= 64:

@@ -7,7 +7,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from test_emulator_core import launch
+from emulation import launch
 
 from rawops._emulator import GlobalMemory, Program, emulate_launch
 

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from test_emulator_core import compile_ptx, launch, pack
+from emulation import compile_ptx, launch, pack
 
 from rawops._emulator import GlobalMemory, Program, emulate_launch
 from rawops.errors import (
