@@ -145,6 +145,7 @@ def _spec(kind: str, types: dict, accesses: tuple[int, ...], smoke: list[dict]) 
         choices=choices,
         smoke=smoke,
         params=PARAMS,
+        spills={"sm_100a": 52} if kind == "float32" else None,
     )
 
 

@@ -127,6 +127,7 @@ def _sm90(entry: str, cluster: dict, *smoke: tuple) -> KernelSpec:
         smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
         min_arch=90,
         max_arch=90,
+        spills={"sm_90a": 8},
     )
 
 

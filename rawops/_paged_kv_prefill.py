@@ -42,6 +42,7 @@ KERNEL = KernelSpec(
         for tile in (attention.tiles_of(128, 128)[0], attention.tiles_of(128, 128)[-2])
     ],
     params=PARAMS,
+    spills={"sm_100a": 48, "sm_120a": 208},
 )
 
 
