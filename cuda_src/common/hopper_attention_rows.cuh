@@ -6,8 +6,6 @@
 
 namespace rawops {
 
-__device__ inline float exp2_approx(float x) { return exp2_fast(x); }
-
 // The softmax of a thread's two rows, r and r + 8, as the blocks of keys come in. Weights are 2 ** (score - base +
 // kGain), where `base` is the row's maximum or up to kLag behind it, so that most blocks leave it alone: the weights'
 // type has to have room for 2 ** (kLag + kGain).
