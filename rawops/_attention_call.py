@@ -17,6 +17,7 @@ from rawops._attention_config import DTYPES, FLOAT8, SIMT, SM80, Problem
 from rawops._attention_dropout import Dropout, packed
 from rawops._attention_merge import merge_parts
 from rawops._attention_operands import (
+    AS_BFLOAT16,
     AXES,
     Layout,
     Options,
@@ -38,6 +39,7 @@ from rawops._runtime.kernel import Function
 from rawops.errors import UnsupportedError
 
 _MAX_LAUNCHES = 256
+_FORWARD = (*DTYPES, FLOAT8)  # dtypes of a forward call
 
 # --- launches -------------------------------------------------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class Attention:
     def _check_values(self, operands: tuple) -> None:
         if self.varlen is not None and settings.current().check:
             named = dict(zip(ROLES, operands, strict=True))
-            check_values(self.function, named, sizes_of(self.function, named, self.varlen), self.varlen)
+            check_values(self.function, named, sizes_of(self.function, named, self.varlen, _FORWARD), self.varlen)
 
     def _check_given(self, named: dict) -> None:
         required = self.required if self.varlen is None else (*self.required, "cu_seqlens_q", "cu_seqlens_k")
@@ -232,7 +234,7 @@ class Attention:
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
         """Check the arguments, choose the kernel and pack what does not change."""
         named = dict(zip(ROLES, operands, strict=True))
-        sizes = sizes_of(self.function, named, self.varlen, (*DTYPES, FLOAT8))
+        sizes = sizes_of(self.function, named, self.varlen, _FORWARD)
         check_scores(self.function, named, sizes)
         check_scales(self.function, named, sizes)
         dtype, allowed = named["q"].dtype, (named["q"].dtype.name,)
@@ -312,10 +314,12 @@ class Attention:
         """Raise for what the float8 kernel cannot do."""
         if not _attention_sm90.SM90_8BIT.exists_on(device.capability):
             message = f"{self.function}: float8 needs a GPU of compute capability 9.0, got {device.capability / 10}"
-            raise UnsupportedError(message + ". Convert q, k and v to bfloat16.")
+            raise UnsupportedError(f"{message}. {AS_BFLOAT16}")
         if problem.score:
-            rule = "come with a positive softmax_scale and no softcap, slopes, bias or dropout if it is float8"
-            checks.fail(ValueError, self.function, "q", rule, "others", "Convert q, k and v to bfloat16.")
+            rule = "come with a positive softmax_scale and without softcap and dropout if it is float8"
+            options = self.options
+            found = f"softmax_scale {options.scale(sizes.head_dim)}, softcap {options.softcap}, "
+            checks.fail(ValueError, self.function, "q", rule, f"{found}dropout_p {options.dropout_p}", AS_BFLOAT16)
         rule = "have a head_dim and rows that are multiples of 16 bytes, as k and v, if it is float8"
         found = {name: (named[name].shape, named[name].strides) for name in "qkv"}
         checks.fail(ValueError, self.function, "q", rule, found)

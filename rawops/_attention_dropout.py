@@ -53,7 +53,7 @@ def dropout_of(function: str, p: float, seed, offset) -> Dropout | None:
     hint = "The same seed and offset give the same weights to the forward and the backward pass."
     taken = []
     for name, x in (("dropout_seed", seed), ("dropout_offset", offset)):
-        if isinstance(x, numbers.Integral) or x is None:
+        if isinstance(x, numbers.Number) or x is None:
             taken.append(checks.int_range(function, name, x, 0, _LARGEST[name], hint))
             continue
         (x,), _ = arrays.take(function, **{name: x})

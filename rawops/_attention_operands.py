@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from rawops._runtime import checks
 
 AXES = ("batch", "row", "head", "col")  # of q, k, v and out, in the order of AttentionStrides
 _MAX_HEAD_DIM = HEAD_DIMS[-1]
+AS_BFLOAT16 = "Convert q, k and v to bfloat16."  # the way out where float8 cannot go
 
 # --- options --------------------------------------------------------------------------------------------------------
 
@@ -82,8 +84,7 @@ def _finite(function: str, name: str, value) -> float:
 # --- operands -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What the cu_seqlens add: the longest sequences as the caller states them."""
 
     max_seqlen_q: int
@@ -190,6 +191,9 @@ def _check_cu_seqlens(function: str, named: dict) -> int:
 def check_scores(function: str, named: dict, sizes: Sizes) -> None:
     """Check alibi_slopes and bias."""
     slopes, bias = named["alibi_slopes"], named["bias"]
+    for name, x in (("alibi_slopes", slopes), ("bias", bias)):
+        if x is not None and named["q"].dtype.name == FLOAT8:
+            checks.fail(ValueError, function, name, "be None with float8", "an array", AS_BFLOAT16)
     if slopes is not None:
         checks.dtype(function, "alibi_slopes", slopes, ("float32",))
         if tuple(slopes.shape) not in ((sizes.heads,), (sizes.batches, sizes.heads)):

@@ -13,19 +13,20 @@ from rawops._runtime import arrays, checks
 
 
 @functools.lru_cache(maxsize=256)
-def _attention(function: str, options: Options, varlen: Layout | None = None) -> Attention:
-    """Return what all calls of `function` with these options share."""
+def _attention(function: str, options: Options, varlen: Layout | None, kinds: tuple[type, ...]) -> Attention:
+    """Return what all calls of `function` with these options, of these types, share: 2.0 is not the 2 it equals."""
     if varlen is not None:
-        for name in ("max_seqlen_q", "max_seqlen_k"):
-            checks.int_range(function, name, getattr(varlen, name), 0, LONGEST - 1)
+        for name, longest in varlen._asdict().items():
+            checks.int_range(function, name, longest, 0, LONGEST - 1)
     return Attention(function, checked(function, options), varlen)
 
 
-def _run(operands: tuple, seed, offset, *options):
+def _run(operands: tuple, seed, offset, function: str, options: Options, varlen: Layout | None = None):
     try:
-        attention = _attention(*options)
+        counts = (options.causal, options.return_lse, options.num_splits, *options.window, *(varlen or ()))
+        attention = _attention(function, options, varlen, tuple(map(type, counts)))
     except TypeError:  # what cannot be hashed; if it is not wrong either, it runs without the cache
-        attention = _attention.__wrapped__(*options)
+        attention = _attention.__wrapped__(function, options, varlen, ())
     return attention(operands, dropout_of(attention.function, attention.options.dropout_p, seed, offset))
 
 
@@ -79,8 +80,8 @@ def flash_attention(
     bias : array broadcastable to (batch, num_heads, seqlen_q, seqlen_k), optional
         Of q's dtype or float32. -inf hides a key.
     num_splits : int, optional
-        Ranges of keys that blocks of their own work on, merged by a second kernel. If left out, as many as it takes
-        to keep the GPU busy.
+        Ranges of keys that blocks of their own work on, merged by a second kernel, 1 to 256. If left out, as many as
+        it takes to keep the GPU busy.
     return_lse : bool
         Return the logarithm of each row's sum of exponentials too.
     out : array (batch, seqlen_q, num_heads, head_dim_v), optional

@@ -365,6 +365,15 @@ def test_wrong_arguments(name):
         call(**changes)
 
 
+@pytest.mark.parametrize(("right", "wrong"), [(1, 1.0), ((9, None), (9.0, None))])
+def test_what_equals_a_right_argument_is_still_wrong(right, wrong):
+    name = "num_splits" if right == 1 else "window"
+    with rawops.emulate():
+        call(**{name: right})
+        with pytest.raises(TypeError, match=f"{name} must be an integer"):
+            call(**{name: wrong})
+
+
 def test_dtypes_differ():
     with rawops.emulate(), pytest.raises(TypeError, match="v must have dtype float16, got bfloat16"):
         call(v=np.zeros((2, 5, 2, 64), BFLOAT16))

@@ -9,6 +9,7 @@ from hopper_gemm import ran_on_hopper
 
 import rawops
 from rawops import _attention_sm90 as sm90
+from rawops import config as settings
 from rawops._attention_config import UNLIMITED, Problem
 from rawops.attention import FlashAttention, flash_attention, flash_attention_varlen
 from rawops.errors import UnsupportedError
@@ -169,6 +170,15 @@ def test_sequences(hopper, force, rng):
     assert (out[bounds[0][-1] :] == 0).all()
 
 
+def test_checks_of_values(hopper, rng, monkeypatch):
+    monkeypatch.setattr(settings, "current", lambda: settings.Config(check=True))
+    x = hopper.put(np.ones((3, 1, 64), FLOAT8))
+    right, wrong = (hopper.put(np.array([0, 1, last], np.int32)) for last in (3, 9))
+    assert (hopper.get(flash_attention_varlen(x, x, x, right, right, 2, 2)) == 1).all()
+    with pytest.raises(ValueError, match="cu_seqlens_k must rise from 0 to at most 3"):
+        flash_attention_varlen(x, x, x, right, wrong, 2, 2)
+
+
 def test_plan(hopper, rng):
     """Three calls of one plan, with a scale that changes in between."""
     inputs = operands(rng, B=2, Sq=70, Sk=70)
@@ -183,8 +193,10 @@ def test_what_it_refuses(rng):
     q, k, v = operands(rng)
     wide = q.astype(BFLOAT16)
     with rawops.emulate(arch="sm_90a"):
-        with pytest.raises(ValueError, match="softcap"):
+        with pytest.raises(ValueError, match=r"without softcap .*, got .* softcap 1\.0, dropout_p 0\.0"):
             flash_attention(q, k, v, softcap=1.0)
+        with pytest.raises(ValueError, match="bias must be None with float8"):
+            flash_attention(q, k, v, bias=np.zeros(1, np.float32))
         with pytest.raises(ValueError, match="16 bytes"):
             flash_attention(q[..., :60], k[..., :60], v)
         with pytest.raises(ValueError, match="scale_q must have shape"):

@@ -184,6 +184,7 @@ WRONG = {
     "p": (ValueError, "dropout_p must be at least 0 and less than 1, got 1.0", {"dropout_p": 1, "dropout_seed": 0}),
     "nan": (ValueError, "dropout_p must be at least 0", {"dropout_p": float("nan"), "dropout_seed": 0}),
     "no seed": (TypeError, "dropout_seed must be an integer, got None", {"dropout_p": 0.5}),
+    "kind of seed": (TypeError, "dropout_seed must be an integer, got 1.5", {"dropout_p": 0.5, "dropout_seed": 1.5}),
     "seed": (ValueError, "dropout_seed must be between 0 and", {"dropout_p": 0.5, "dropout_seed": -1}),
     "offset": (ValueError, "dropout_offset must be", {**DROPS, "dropout_offset": 2**32}),
     "dtype": (TypeError, "dropout_seed must have dtype", {"dropout_p": 0.5, "dropout_seed": np.zeros(1, np.int32)}),
