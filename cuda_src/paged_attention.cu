@@ -162,7 +162,7 @@ private:
             const bool exists = row < rows.count;
             bounds.seen[r] = exists ? place.sequence.visible(params.work, i) : KeyRange{0, 1 << 30};
             bounds.position[r] = i + place.sequence.length - place.sequence.q_count;
-            bounds.slope[r] = exists && params.rule.alibi_slopes ? params.rule.alibi_slopes[rows.head(row)] * kLog2E : 0;
+            bounds.slope[r] = exists && params.rule.alibi_slopes ? params.rule.alibi_slopes[rows.head(row)] * kLog2e : 0;
         }
         const PagePool& pool = params.pool;
         bounds.scaled_by_page = pool.scale_page != 0;

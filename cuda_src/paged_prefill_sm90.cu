@@ -20,8 +20,15 @@ public:
           lane(threadIdx.x % kWarpSize) {}
 
     __device__ void run(const AttentionSchedule<false>& schedule, const NoScales& scales) {
-        if (warp < Tile::COPIERS) copy();
-        else if (lane == 0) this->plan(schedule, scales);
+        if (warp < Tile::COPIERS) {
+            auto load_by_warp = [&](const AttentionTask& work) {
+                load(work);
+                __syncwarp();
+            };
+            this->take_tiles(load_by_warp, lane == 0);
+        } else if (lane == 0) {
+            this->plan(schedule, scales);
+        }
     }
 
 private:
@@ -33,18 +40,6 @@ private:
     using AttentionProducer<Tile>::phase_q;
 
     const int warp, lane;
-
-    __device__ void copy() {
-        RingPosition<Tile::PLACES> slot_work;
-#pragma unroll 1
-        while (true) {
-            const AttentionTask& work = exchange.work.take(slot_work);
-            if (work.tile < 0) break;
-            load(work);
-            __syncwarp();
-            exchange.work.release(slot_work, lane == 0);
-        }
-    }
 
     __device__ int copied_rows() const { return min_of(1 << params.shape.page_shift, Tile::BLOCK_N & -Tile::BLOCK_N); }
 

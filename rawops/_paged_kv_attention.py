@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rawops import _paged_kv_prefill, config
 from rawops._paged_kv_call import Op, Plan, check_vector, contiguous, in_order, keep_apart
-from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, check_pages, describe, scale_strides
+from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, check_pages, check_rows, describe, scale_strides
 from rawops._paged_kv_prefill import NO_PARTS, Parts
 from rawops._paged_kv_workspace import Workspace, workspace_of_stream
 from rawops._runtime import arrays, checks, dtypes
@@ -289,6 +289,8 @@ def attend(
     if plan.launch is not None:
         if config.current().check:
             check_pages(function, pages, small[0], small[1], plan.page_size)
+            if small[2] is not None:
+                check_rows(function, small[2], q.shape[0])
         if plan.launch.copies_q:
             q = _even(device, q)
             addresses = [device.pointer(q), *addresses[1:]]

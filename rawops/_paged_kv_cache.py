@@ -14,7 +14,7 @@ from rawops._paged_kv_allocator import PageAllocator, Sequence
 from rawops._paged_kv_append import append
 from rawops._paged_kv_attention import attend, attend_to_prefix, options_of
 from rawops._paged_kv_batch import Batch, copy_to_device
-from rawops._paged_kv_pool import DTYPES, KV_DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE_SIZES
+from rawops._paged_kv_pool import DTYPES, KV_DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE_SIZES, check_rows
 from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import arrays, checks, dtypes
 
@@ -260,6 +260,8 @@ class PagedKVCache:
         function = f"{_NAME}.prefill"
         if isinstance(cu_seqlens_q, (tuple, list)):
             rows = [checks.int_range(function, "cu_seqlens_q", x, 0, 2**31 - 1) for x in cu_seqlens_q]
+            if getattr(q, "ndim", None) == 3:  # else that is the mistake to name
+                check_rows(function, rows, q.shape[0])
             cu_seqlens_q = self._upload(np.array(rows, np.int32))
         return self._attend(function, q, sequences, cu_seqlens_q, out, return_lse, options)
 

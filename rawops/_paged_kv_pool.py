@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from rawops._paged_kv_call import has_unit_stride, to_host
@@ -111,3 +112,11 @@ def check_pages(function: str, pages, block_table, seq_lens, page_size: int) -> 
         if bad.size:
             rule = f"hold page ids from 0 to {pages.shape[0] - 1}"
             checks.fail(ValueError, function, f"block_table[{b}]", rule, int(bad[0]))
+
+
+def check_rows(function: str, cu_seqlens_q, total_q: int) -> None:
+    """Raise for offsets of queries that do not rise from 0 to rows of q: offsets on the host, or RAWOPS_CHECK=1."""
+    offsets = [int(x) for x in to_host(cu_seqlens_q)]
+    falls = any(end < begin for begin, end in itertools.pairwise(offsets))
+    if not offsets or offsets[0] != 0 or falls or offsets[-1] > total_q:
+        checks.fail(ValueError, function, "cu_seqlens_q", f"rise from 0 to at most {total_q}, the rows of q", offsets)

@@ -128,8 +128,8 @@ def paged_attention(
     alibi_slopes : float32 array (num_heads,), optional
         ``- slope * distance`` is added to the scores, after softcap.
     num_splits : int, optional
-        How many blocks share the keys of a sequence and head. By default as many as balance the GPU, which depends
-        on all lengths; with a number, a sequence's result does not depend on the others of its batch.
+        How many blocks share the keys of a sequence and head, 1 to 1024. By default as many as balance the GPU, which
+        depends on all lengths; with a number, a sequence's result does not depend on the others of its batch.
     return_lse : bool
         Return the logarithm of the softmax's denominator too.
     layout : {"NHD", "HND"}
@@ -153,11 +153,12 @@ def paged_attention(
     Notes
     -----
     Slots past a length, and table entries past the last page or before the window, are not read. A length past the
-    table counts as all of the table; a page id out of range stands for keys and values of zero; with
-    ``RAWOPS_CHECK=1`` both raise ValueError, which waits for the device. Otherwise nothing synchronises, and the same
-    call gives the same bits. After a first call on a stream, calls with ``out=`` can be captured there in a CUDA
-    graph: each replay follows the lengths and tables as they are then. Calls on one stream, and graphs captured on
-    it, share a workspace, so replay such a graph on that stream or in order with it.
+    table counts as all of the table; a page id out of range stands for keys and values of zero; offsets of queries are
+    clamped to the rows of q. With ``RAWOPS_CHECK=1`` all of these raise ValueError, which waits for the device.
+    Otherwise nothing synchronises, and the same call gives the same bits. After a first call on a stream, calls with
+    ``out=`` can be captured there in a CUDA graph: each replay follows the lengths and tables as they are then. Calls
+    on one stream, and graphs captured on it, share a workspace, so replay such a graph on that stream or in order with
+    it.
     """
     options = options_of("paged_attention", causal, softmax_scale, window, softcap, num_splits)
     operands = (q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, k_scale, v_scale, out)

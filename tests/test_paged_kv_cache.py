@@ -311,6 +311,7 @@ MISTAKES = {
     r"step: tokens must have \[1\] ids": (lambda c, x: c.step([0], tokens=[]), ValueError),
     "block_table: sequences must be a sequence": (lambda c, x: c.block_table(0), TypeError),
     "seq_lens: sequences must be a sequence": (lambda c, x: c.seq_lens(None), TypeError),
+    "cu_seqlens_q must rise from 0 to at most 1": (lambda c, x: c.prefill(x, [0], [0, 2]), ValueError),
     "cu_seqlens_q must be an integer": (lambda c, x: c.prefill(x, [0], [0, "1"]), TypeError),
     r"a sequence must be one that was added and not freed, got \[0\]": (lambda c, x: c.fork([0]), ValueError),
     "restore: saved must be a SavedSequence, got 3": (lambda c, x: c.restore(3), TypeError),

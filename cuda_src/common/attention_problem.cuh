@@ -3,13 +3,10 @@
 // A row of a block's tile is one query of one head. With `packed` > 1 the query heads that share a KV head lie side by
 // side in the tile: row r is query r / packed of head r % packed of the group. All strides count elements.
 #pragma once
+#include "base2.cuh"
 #include "numeric.cuh"
 
 namespace rawops {
-
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-__device__ inline float infinity() { return __int_as_float(0x7f800000); }
 
 // How a score differs from scale * q.k: bits of a template argument. kScoreMultiply has the scale applied before the
 // row maximum is taken, which a scale that is not positive needs; the other bits imply it.

@@ -4,16 +4,6 @@
 
 namespace rawops {
 
-// 2 ** x, with 0 for what float32 has no normal number for.
-__device__ inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// tanh with an absolute error of an ulp of 1, which is what a score's error comes from.
-__device__ inline float tanh_fast(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(2.0f * kLog2e * x)); }
-
 // Makes scores of one row out of products: log2(e) times what the contract calls the score.
 template <class T, int kScore> struct RowScore {
     float scale, softcap, slope;

@@ -32,7 +32,7 @@ public:
         : maps(maps_), params(params_), exchange(exchange_) {}
 
     template <class Scales> __device__ void run(const AttentionSchedule<false>& schedule, const Scales& scales) {
-        if (threadIdx.x == 0) copy();
+        if (threadIdx.x == 0) take_tiles([&](const AttentionTask& work) { load(work); }, true);
         if (threadIdx.x == kWarpSize) plan(schedule, scales);
     }
 
@@ -59,14 +59,15 @@ protected:
         exchange.work.put(slot);
     }
 
-    __device__ void copy() {
+    // Loads what belongs to one tile after the other. `releases`: of the threads that load, the one that says so.
+    template <class Load> __device__ void take_tiles(const Load& load, bool releases) const {
         RingPosition<Tile::PLACES> slot_work;
 #pragma unroll 1
         while (true) {
             const AttentionTask& work = exchange.work.take(slot_work);
             if (work.tile < 0) break;
             load(work);
-            exchange.work.release(slot_work, true);
+            exchange.work.release(slot_work, releases);
         }
     }
 

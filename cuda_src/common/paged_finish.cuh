@@ -52,11 +52,11 @@ template <int WARPS> struct Meeting {
 
 // Weighted sums of four neighbouring columns of a row, relative to a largest score.
 struct Merged {
-    float top = minus_infinity(), sum = 0, value[4] = {};
+    float top = -infinity(), sum = 0, value[4] = {};
 
-    __device__ float base() const { return top == minus_infinity() ? 0 : top; }
+    __device__ float base() const { return top == -infinity() ? 0 : top; }
     __device__ void raise(float high) {
-        const float factor = exp2_fast(top - (high == minus_infinity() ? 0 : high));
+        const float factor = exp2_fast(top - (high == -infinity() ? 0 : high));
         top = high;
         sum *= factor;
         for (float& x : value) x *= factor;
@@ -178,7 +178,7 @@ private:
         const float* values = params.prior + (query * heads + head) * head_dim + group * 4;
         const float* lse = params.prior_lse + head * params.work.total_q + query;
         add_parts<4>(merged, params.work.prior_parts, [&](int i, float& top, float& sum, float4& term) {
-            top = load_partial(lse + i * params.prior_lse_split) * kLog2E;
+            top = load_partial(lse + i * params.prior_lse_split) * kLog2e;
             sum = 1;
             term = load_partial(reinterpret_cast<const float4*>(values + i * params.prior_split));
         });
@@ -198,7 +198,7 @@ private:
             merged.raise(high);
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                if (begin + i < count && top[i] != minus_infinity()) merged.add(top[i], sum[i], term[i]);
+                if (begin + i < count && top[i] != -infinity()) merged.add(top[i], sum[i], term[i]);
             }
         }
     }
@@ -244,7 +244,7 @@ private:
         }
         if (params.lse && group == 0) {
             const float lse = (merged.top + log2f(merged.sum)) * kLn2;
-            params.lse[head * params.lse_head + query * params.lse_row] = merged.sum == 0 ? minus_infinity() : lse;
+            params.lse[head * params.lse_head + query * params.lse_row] = merged.sum == 0 ? -infinity() : lse;
         }
     }
 };
@@ -258,7 +258,7 @@ template <class T> __device__ inline void clear_rest(const PagedParams& params) 
             const int head = index / head_dim, column = index % head_dim;
             T* out = static_cast<T*>(params.out) + row * params.out_row + head * params.out_head;
             out[column * params.out_dim] = narrow<T>(0.0f);
-            if (params.lse && column == 0) params.lse[head * params.lse_head + row * params.lse_row] = minus_infinity();
+            if (params.lse && column == 0) params.lse[head * params.lse_head + row * params.lse_row] = -infinity();
         }
     }
 }

@@ -1,6 +1,7 @@
 // The attention of 8 or 16 rows (queries of one group of heads) over a tile of tokens in shared memory, by one warp: scores
 // on the tensor cores, online softmax in base 2 and float32, values weighted on the tensor cores again.
 #pragma once
+#include "base2.cuh"
 #include "paged_convert.cuh"
 #include "paged_schedule.cuh"
 
@@ -11,19 +12,6 @@ struct ScoreRule {
     float scale, softcap;
     const float* alibi_slopes;  // by query head, or none
 };
-
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-__device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
-
-__device__ inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// tanh to float32's accuracy where it matters: the error is a rounding of 1.
-__device__ inline float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2_fast(2.0f * kLog2E * x)); }
 
 template <class T> __device__ inline uint32_t pack_pair(float low, float high) {
     const T a = narrow<T>(low), b = narrow<T>(high);
@@ -129,7 +117,7 @@ public:
             for (int i = 0; i < 4 * N; ++i) out[step][i / 4][i % 4] = 0;
         }
 #pragma unroll
-        for (int r = 0; r < OWN; ++r) top[r] = minus_infinity(), sum[r] = 0;
+        for (int r = 0; r < OWN; ++r) top[r] = -infinity(), sum[r] = 0;
         unit = 0;
     }
 
@@ -147,8 +135,8 @@ public:
         const float scale = Tile::kScaled ? rule.scale * bounds.k_scale : rule.scale;
         each(score, [&](float x, int, int) { return x * scale; });
         if (rule.softcap > 0) {
-            const float factor = rule.softcap * kLog2E, inverse = 1 / factor;
-            each(score, [&](float x, int, int) { return factor * tanh_of(x * inverse); });
+            const float factor = rule.softcap * kLog2e, inverse = 1 / factor;
+            each(score, [&](float x, int, int) { return factor * tanh_fast(x * inverse); });
         }
         const int own = token + lane / 4;  // the lane's first token
         if (rule.alibi_slopes) {
@@ -158,7 +146,7 @@ public:
         }
         if (__any_sync(~0u, bounds.hide(token, TOKENS))) {
             each(score, [&](float x, int r, int further) {
-                return own + further >= seen[r].begin && own + further < seen[r].end ? x : minus_infinity();
+                return own + further >= seen[r].begin && own + further < seen[r].end ? x : -infinity();
             });
         }
         Weights weights;
@@ -264,7 +252,7 @@ private:
             for (int m = 0; m < M; ++m) high = fmaxf(high, fmaxf(score[m][r / 2][r % 2], score[m][r / 2][r % 2 + 2]));
 #pragma unroll
             for (int step = 4; step < kWarpSize; step *= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
-            const float base = high == minus_infinity() ? 0 : high;
+            const float base = high == -infinity() ? 0 : high;
             correction[r] = exp2_fast(top[r] - base);
             top[r] = high;
             float total = 0;
