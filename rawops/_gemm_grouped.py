@@ -6,10 +6,12 @@ there are and no more, so a grid has room for the tiles of any offsets.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from rawops import _gemm_sm90
-from rawops._gemm_call import OneKernel, OnHopper, Product
+from rawops import config as settings
+from rawops._gemm_call import Launch, OneKernel, OnHopper, Product
 from rawops._gemm_config import (
     ACTIVATIONS,
     CALL_FIELDS,
@@ -97,6 +99,16 @@ class GroupedProduct(Product):
         out_dtype = result_dtype(request, dtype, self.types)
         check_epilogue(request, self.types.of_addends(dtype), sizes, G)
         return dtype, out_dtype, sizes
+
+    def _run(self, launch: Launch, operands: tuple, addresses: list, alpha: tuple, beta: tuple):
+        if settings.current().check:
+            self._check_values(operands[0].shape[0], operands[-1].tolist())
+        return super()._run(launch, operands, addresses, alpha, beta)
+
+    def _check_values(self, rows: int, offsets: list) -> None:
+        falls = any(end < begin for begin, end in itertools.pairwise(offsets))
+        if falls or offsets[0] < 0 or offsets[-1] > rows:
+            checks.fail(ValueError, self.function, "group_offsets", f"rise from 0 or more to at most {rows}", offsets)
 
     def _steps(self, device, request: Request, dtype: str, out_dtype: str, sizes: Sizes):
         M, N, K, gate = sizes.M, sizes.N, sizes.K, sizes.gate

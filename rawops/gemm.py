@@ -203,7 +203,7 @@ def grouped_gemm(
     group_offsets : array (groups + 1,)
         int32 or int64, on the device, not decreasing: `torch._grouped_mm`'s `offs` with the first row, usually 0, in
         front. Groups may be empty. An offset outside of 0..total_M counts as the nearest of these, one smaller than
-        an offset before it as that one.
+        an offset before it as that one; with RAWOPS_CHECK=1 both raise ValueError, which waits for the device.
     c, residual : array broadcastable to the result, optional
     bias : array (groups, N) or (N,), optional
     alpha, beta, activation, out, out_dtype, precision, deterministic

@@ -8,6 +8,7 @@ import pytest
 from hopper_gemm import padded, ran_on_hopper
 
 from rawops import _gemm_sm90 as sm90
+from rawops import config
 from rawops._gemm_grouped import MAX_GROUPS, most_tiles, table_bytes
 from rawops.gemm import grouped_gemm
 from rawops.testing import references
@@ -113,6 +114,18 @@ def test_malformed_offsets(device, hopper, force, rng, given, means):
         out[...] = UNTOUCHED
         grouped_gemm(where.put(a), where.put(b), where.put(np.array(given, np.int64)), out=out)
         np.testing.assert_array_equal(where.get(out), want)
+
+
+@pytest.mark.parametrize("given, _", MALFORMED)
+def test_checked_offsets(device, rng, monkeypatch, given, _):
+    """With RAWOPS_CHECK=1 they raise; those of groups that leave rows out do not."""
+    a, b = device.put(integers(rng, (60, 8), "float32")), device.put(integers(rng, (3, 8, 8), "float32"))
+    monkeypatch.setattr(config, "current", lambda: config.Config(check=True))
+    grouped_gemm(a, b, device.put(offsets_of(10, 0, 20, first=5)))
+    out = device.put(np.zeros((60, 8), np.float32))
+    with pytest.raises(ValueError, match="grouped_gemm: group_offsets must rise from 0 or more to at most 60"):
+        grouped_gemm(a, b, device.put(np.array(given, np.int64)), out=out)
+    assert not device.get(out).any()
 
 
 def test_strided_offsets_and_a_shared_b(device, rng):
