@@ -16,7 +16,7 @@ struct Sm80Product {
     static constexpr int COLS = Epilogue::kGated ? Shape::BLOCK_N / 2 : Shape::BLOCK_N;  // of D
 
     // The tile at m_begin and n_begin of one product of the batch, of rows below m_end.
-    static __device__ void run(const GemmCall& call, const GemmShape& shape, char* shared, int batch, int m_begin,
+    static __device__ void run(const GemmCall& call, const GemmShape& shape, uint32_t shared, int batch, int m_begin,
                                int m_end, int n_begin) {
         int thread;  // read for each batch, which keeps what the epilogue makes of it out of the main loop's registers
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -31,14 +31,14 @@ struct Sm80Product {
                                         n_begin, cols, k_begin, cols * shape.b.col, thread);
         typename Tile::Accumulators acc = {};
         NoRider rider;
-        multiply_tile<Tile>(acc, loader_a, loader_b, rider, shared_address(shared), k_count, thread);
+        multiply_tile<Tile>(acc, loader_a, loader_b, rider, shared, k_count, thread);
 
         EpilogueCall target = call.epilogue;
         const bool partial = shape.partial_stride != 0;
         target.out = static_cast<Out*>(target.out) + blockIdx.y * shape.partial_stride;
         const double alpha = partial ? 1 : call.alpha.read();  // once more: it takes no registers in the main loop
         const Epilogue epilogue(target, shape.epilogue, index, Accumulator<T>(alpha), m_end);
-        finish_tile<Tile>(acc, epilogue, shared, m_begin, n_begin, thread);
+        finish_tile<Tile>(acc, epilogue, __cvta_shared_to_generic(shared), m_begin, n_begin, thread);
     }
 };
 
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) gemm_sm80(const __grid_cons
     const int tiles_m = ceil_div(shape.M, Product::BLOCK_M), tiles_n = ceil_div(shape.epilogue.cols, Product::COLS);
     const TileIndex tile = grouped_raster(blockIdx.x, tiles_m, tiles_n);
     for (int batch = blockIdx.z; batch < shape.batches; batch += gridDim.z) {
-        Product::run(params.call, shape, shared, batch, tile.m * Product::BLOCK_M, shape.M, tile.n * Product::COLS);
+        Product::run(params.call, shape, shared_address(shared), batch, tile.m * Product::BLOCK_M, shape.M, tile.n * Product::COLS);
         __syncthreads();  // the next batch fills what finish_tile still reads
     }
 }
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     const int tiles_n = ceil_div(shape.epilogue.cols, Product::COLS);
     if (blockIdx.x >= table.row_tiles() * tiles_n) return;
     const GroupTile tile = table.find(blockIdx.x, tiles_n, 8, Product::BLOCK_M);
-    Product::run(params.call, shape, shared + table.bytes(), tile.group, tile.m, tile.m_end, tile.n * Product::COLS);
+    const uint32_t ring = shared_address(shared) + table.bytes();
+    Product::run(params.call, shape, ring, tile.group, tile.m, tile.m_end, tile.n * Product::COLS);
 }
 
 }  // namespace rawops

@@ -44,7 +44,7 @@ _OFFSETS = ParamStruct("GroupOffsets", **_FIELDS)
 _PARAMS = ParamStruct("GroupedParams", **CALL_FIELDS, **SHAPE_FIELDS, **_FIELDS)
 
 
-def _grouped(kind: str, spec: KernelSpec) -> KernelSpec:
+def _grouped(spec: KernelSpec) -> KernelSpec:
     """Declare the grouped kernel beside another one, with the same template."""
     return KernelSpec(
         source=spec.source,
@@ -53,11 +53,11 @@ def _grouped(kind: str, spec: KernelSpec) -> KernelSpec:
         choices=spec.choices,
         smoke=(spec.smoke[0], spec.smoke[-1]),
         params=_PARAMS,
-        spills={"sm_90a": 8} if kind == "float64" else spec.spills,
+        spills=spec.spills,
     )
 
 
-GROUPED = {kind: _grouped(kind, spec) for kind, spec in KERNELS.items()}
+GROUPED = {kind: _grouped(spec) for kind, spec in KERNELS.items()}
 _SM90_CHOICES = {name: v for name, v in _gemm_sm90.SM90.choices.items() if name != "a_k_major"}
 GROUPED_SM90 = KernelSpec(
     source="gemm_grouped_sm90.cu",
