@@ -36,6 +36,21 @@ def test_page_sizes(device, rng, page_size, layout):
     close(*run(device, p, q), *decode_reference(q, p), dtype, max(LENS))
 
 
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_equals_attention_of_gathered_keys(device, rng, page_size):
+    """Dense attention of what the tables gather: lengths round those of pages, decode and prefill."""
+    lens = [n for n in (0, 1, page_size - 1, page_size, page_size + 1, 2 * page_size + 3, 40) if n >= 0]
+    offsets = lambda counts: device.put(np.cumsum([0, *counts]).astype(np.int32))  # noqa: E731
+    for counts in ([1] * len(lens), [3, 0, *[5] * (len(lens) - 2)]):
+        p = Paged(rng, lens, 1, 64, page_size)
+        q = queries(rng, sum(counts), 4, 64)
+        out, lse = run(device, p, q, cu_seqlens_q=None if max(counts) == 1 else offsets(counts))
+        keys = [device.put(np.concatenate(x)) for x in (p.k, p.v)]
+        options = {"causal": True, "return_lse": True, "max_seqlen_q": max(counts), "max_seqlen_k": max(lens)}
+        want = rawops.flash_attention_varlen(device.put(q), *keys, offsets(counts), offsets(lens), **options)
+        close(out, lse, *map(device.get, want), "float16", 2 * max(lens))
+
+
 @pytest.mark.parametrize("head_dim", [7, 40, 64, 80, 96, 100, 128, 192, 256])
 def test_head_dims(device, rng, head_dim):
     """Those between the kernel's own are padded inside, and the default scale is that of the true one."""
