@@ -121,7 +121,7 @@ def from_coordinates(function: str, device, data, row, col, shape) -> tuple[Rows
         if x.size != data.size:
             checks.fail(ValueError, function, name, f"have an entry for each of the {data.size} of data", x.size)
         _check_indices(function, name, x, size)
-    key = row.astype(np.int64) * max(shape[1], 1) + col
+    key = row.astype(np.int64) * max(shape[1], 1) + col.astype(np.int64, copy=False)  # uint64 would make it a float
     order = xp.argsort(key, kind="stable").astype(np.int64, copy=False)
     key, starts = key[order], None
     if key.size > 1:

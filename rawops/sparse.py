@@ -14,6 +14,7 @@ import numpy as np
 from rawops import _sparse_formats as formats
 from rawops import _sparse_operands as given
 from rawops._runtime import arrays, checks
+from rawops._runtime import device as devices
 from rawops._sparse_bsr import BSRMatrix, from_rows
 from rawops._sparse_profile import Choice, Profile
 from rawops._sparse_store import Store, is_dual
@@ -128,8 +129,13 @@ class SparseMatrix:
 
     @classmethod
     def from_cupy(cls, matrix, *, dual=True) -> SparseMatrix:
-        """Make a matrix from one of cupyx.scipy.sparse."""
-        return cls._from_foreign("SparseMatrix.from_cupy", matrix, lambda x: x, dual)
+        """Make a matrix from one of cupyx.scipy.sparse; in the emulator, whose arrays are NumPy's, from SciPy's."""
+        function = "SparseMatrix.from_cupy"
+        is_scipys = type(matrix).__module__.startswith("scipy.sparse")
+        if is_scipys and devices.emulated() is None:
+            hint = "SparseMatrix.from_scipy copies it there."
+            checks.fail(TypeError, function, "matrix", "be on the GPU", f"SciPy's {type(matrix).__name__}", hint)
+        return cls._from_foreign(function, matrix, lambda x: x, dual)
 
     @classmethod
     def _from_foreign(cls, function: str, matrix, move, dual) -> SparseMatrix:

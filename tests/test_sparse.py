@@ -124,6 +124,18 @@ def test_int64_pointers(device, rng, monkeypatch, dual):
     same(device, A @ device.put(np.stack([x, 2 * x], 1)), made.dense() @ np.stack([x, 2 * x], 1))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int64", "uint64"])
+@pytest.mark.parametrize("form", ["csr", "coo"])
+def test_indices_of_any_integer_type(device, rng, dtype, form):
+    """Unsigned ones of 64 bits too, which NumPy adds to signed ones as floats."""
+    made = Coordinates(rng, (11, 23), 4)
+    made.row, made.indices, made.indptr = (x.astype(dtype) for x in (made.row, made.indices, made.indptr))
+    x, u = integers(rng, 23, "float32"), integers(rng, 11, "float32")
+    A = made.put(device, form)
+    same(device, A @ device.put(x), made.dense() @ x)
+    same(device, A.T @ device.put(u), made.dense().T @ u)
+
+
 # --- special matrices ------------------------------------------------------------------------------------------------
 
 
@@ -381,6 +393,17 @@ def test_to_and_from_scipy(device, rng):
             back = view.to_scipy()
             assert back.shape == want.shape
             np.testing.assert_array_equal(back.toarray(), want.astype(np.complex64))
+
+
+def test_from_cupy_takes_what_is_on_the_device(device, rng):
+    """In the emulator that is SciPy's; outside, SciPy's is refused by name, not by the first of its arrays."""
+    sparse = pytest.importorskip("scipy.sparse")
+    matrix = sparse.csr_array(np.eye(3, dtype=np.float32))
+    if device.is_emulated:
+        same(device, SparseMatrix.from_cupy(matrix) @ np.arange(3, dtype=np.float32), np.arange(3.0))
+    else:
+        with pytest.raises(TypeError, match=r"from_cupy: matrix must be on the GPU, got SciPy's .*from_scipy"):
+            SparseMatrix.from_cupy(matrix)
 
 
 def test_profile_and_plan(device):
