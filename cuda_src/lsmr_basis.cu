@@ -15,10 +15,7 @@ __device__ inline double basis_sum(double value) {
     __syncthreads();  // an earlier sum is still being read
     if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = value;
     __syncthreads();
-    double sum = 0;
-#pragma unroll
-    for (int w = 0; w < kBasisThreads / kWarpSize; ++w) sum += warps[w];
-    return sum;
+    return tree_sum<kBasisThreads / kWarpSize>(warps, 1);
 }
 
 // How many vectors are kept when the new v is made. None if v stays as it is.

@@ -47,10 +47,7 @@ __device__ inline double small_sum(double value, double* __restrict__ warps) {
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = value;
     __syncthreads();
-    double sum = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += warps[w];
-    return sum;
+    return tree_sum<WARPS>(warps, 1);
 }
 
 // y = alpha op(rows) x + beta y; returns this thread's share of |y|^2. A factor of 0 leaves its operand unread.

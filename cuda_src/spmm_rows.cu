@@ -6,6 +6,9 @@
 // Rows with more than `longest` entries are left to those that come first: whole warps take the ones of a list, and
 // still longer ones are cut into segments of a block each. Where a row has several, each leaves its sums in memory, and
 // the last to arrive adds them up, in their order: the same bits every time.
+//
+// kColumns, for the solvers: alpha and beta are arrays, of a number for each column, and the squares of each column of y
+// are added up. y has the layout of x.
 #include "common/spmm.cuh"
 
 namespace rawops {
@@ -21,13 +24,42 @@ struct SpmmPlan {
     const int* rows;          // (listed), of a warp each
     int segment_count, split_count, listed;
     int longest, rows_a_team;
+    int64_t step;  // kColumns: from one column's alpha to the next one's, and of beta
 };
 
 // Blocks of an SM, as many as registers allow without spills.
-template <class V, class X> constexpr int kResident = sizeof(V) == 4 && is_same<X, float> ? 5 : 4;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kColumnsResident = 3;
+#else
+constexpr int kColumnsResident = 4;
+#endif
+template <class V, class X, bool kColumns>
+constexpr int kResident = kColumns ? sizeof(X) > 4 ? 3 : kColumnsResident : sizeof(V) == 4 && is_same<X, float> ? 5 : 4;
+
+// The scalars of a column, and the end of its entries of y.
+template <class X> struct SpmmColumn {
+    using A = Accumulator<X>;
+    Real<A> alpha = 0, beta = 1;
+    double squares = 0;
+
+    __device__ void read(const SpmvCall& call, const SpmmPlan& plan, int column) {
+        alpha = Real<A>(call.alpha.pointer[column * plan.step]), beta = Real<A>(call.beta.pointer[column * plan.step]);
+    }
+
+    __device__ bool is_wanted() const { return alpha != 0 || beta != 1; }
+
+    __device__ X finished(A sum, X old) {
+        A value = {};
+        if (alpha != 0) value = scale(make_value<A>(alpha, 0), sum);
+        if (beta != 0) value = add(value, scale(make_value<A>(beta, 0), A(widen(old))));
+        const X stored = narrow<X>(value);
+        squares += square(widen(stored));
+        return stored;
+    }
+};
 
 // ACCESS: bytes of a row of x that a lane reads at once.
-template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kConjugate> struct SpmmTile {
+template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kConjugate, bool kColumns> struct SpmmTile {
     using A = Accumulator<X>;
     static constexpr int VEC = max_of(ACCESS / int(sizeof(X)), 1);
     static constexpr int WIDTH = VEC * LANES, TEAM = LANES * SHARE;
@@ -38,8 +70,9 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
     const SpmmPlan& plan;
     SpmmEnd<X> end;
     int column;
-    bool exists;
+    bool exists, is_wanted;  // whether there is anything to do
     A sums[VEC];
+    SpmmColumn<X> own[kColumns ? VEC : 1];
 
     __device__ SpmmTile(const SpmvCall& call, const DenseShape& shape, const SpmmPlan& plan)
         : call(call),
@@ -47,7 +80,66 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
           plan(plan),
           end(call, shape),
           column(blockIdx.y * WIDTH + threadIdx.x % LANES * VEC),
-          exists(column < shape.columns) {}
+          exists(column < shape.columns) {
+        if constexpr (kColumns) {
+            is_wanted = false;
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) {
+                if (column + j < shape.columns) own[j].read(call, plan, column + j);
+                is_wanted |= own[j].is_wanted();
+            }
+            is_wanted = __any_sync(~0u, is_wanted);  // a warp has all columns
+            end.reads_a = is_wanted;                  // of any of them
+        } else {
+            is_wanted = !end.keeps_y;
+        }
+    }
+
+    // What comes of the sums, by the first group of those that share a row.
+    __device__ void finish(int row) {
+        if constexpr (kColumns) {
+            Stretch* y = reinterpret_cast<Stretch*>(end.row_of(row) + column);
+            Stretch found = *y;
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) found.data[j] = own[j].finished(sums[j], found.data[j]);
+            *y = found;
+        } else {
+            end.finish_vector(end.row_of(row), column, sums);
+        }
+    }
+
+    // The same for an entry of a row that the whole block has. `place`: of its square among those of its column.
+    __device__ void finish_one(int64_t row, int result, A sum, int place) {
+        if constexpr (kColumns) {
+            SpmmColumn<X> found;
+            found.read(call, plan, result);
+            X* y = end.row_of(row) + result;
+            *y = found.finished(sum, *y);
+            call.partials[int64_t(place) * shape.columns + result] = found.squares;
+        } else {
+            end.finish_one(end.row_of(row), result, sum);
+        }
+    }
+
+    // Adds up the squares of the block's rows in a fixed order. All threads call it.
+    __device__ void store_squares() {
+        __shared__ double parts[kThreads / kWarpSize][WIDTH];
+        const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            double sum = own[j].squares;
+#pragma unroll
+            for (int mask = LANES; mask < kWarpSize; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+            if (lane < LANES) parts[threadIdx.x / kWarpSize][lane * VEC + j] = sum;
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < WIDTH; i += kThreads) {
+            const int result = blockIdx.y * WIDTH + i;
+            double sum = 0;
+            for (int w = 0; w < kThreads / kWarpSize; ++w) sum += parts[w][i];
+            if (result < shape.columns) call.partials[int64_t(blockIdx.x) * shape.columns + result] = sum;
+        }
+    }
 
     struct Bounds {
         P begin = 0, stop = 0;
@@ -118,18 +210,21 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
             const bool is_mine = row < call.rows && found.stop - found.begin <= plan.longest;
             add_entries(found.begin, is_mine ? found.stop : found.begin, group, SHARE);
             add_groups<TEAM>();
-            if (is_mine && exists && group == 0) end.finish_vector(end.row_of(row), column, sums);
+            if (is_mine && exists && group == 0) finish(row);
         }
+        if constexpr (kColumns) store_squares();
     }
 
     __device__ void multiply_listed(int block) {
         const int index = block * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
-        if (index >= plan.listed) return;
-        const int row = plan.rows[index], group = threadIdx.x % kWarpSize / LANES;
-        const Bounds found = bounds(row);
-        add_entries(found.begin, found.stop, group, kWarpSize / LANES);
-        add_groups<kWarpSize>();
-        if (exists && group == 0) end.finish_vector(end.row_of(row), column, sums);
+        if (index < plan.listed) {
+            const int row = plan.rows[index], group = threadIdx.x % kWarpSize / LANES;
+            const Bounds found = bounds(row);
+            add_entries(found.begin, found.stop, group, kWarpSize / LANES);
+            add_groups<kWarpSize>();
+            if (exists && group == 0) finish(row);
+        }
+        if constexpr (kColumns) store_squares();
     }
 
     __device__ void multiply_segment(int index) {
@@ -152,9 +247,11 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
             for (int w = 0; w < kThreads / kWarpSize; ++w) sum = add(sum, parts[w * WIDTH + at]);
         }
         if (split < 0) {
-            if (is_adding) end.finish_one(end.row_of(row), result, sum);
+            if (is_adding) finish_one(row, result, sum, blockIdx.x);
             return;
         }
+        // The last to arrive, whichever it is, leaves the squares of the row behind those of the blocks.
+        if (kColumns && is_adding) call.partials[int64_t(blockIdx.x) * shape.columns + result] = 0;
         volatile A* kept = static_cast<volatile A*>(plan.sums);
         if (is_adding) store_volatile(kept + found[4] * shape.columns + result, sum);
         __threadfence();
@@ -177,16 +274,16 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
         __syncthreads();
         if (!is_adding) return;
         for (int g = 1; g < kThreads / WIDTH; ++g) sum = add(sum, parts[g * WIDTH + at]);
-        end.finish_one(end.row_of(row), result, sum);
+        finish_one(row, result, sum, gridDim.x + split);
     }
 };
 
-template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kConjugate>
-__global__ void __launch_bounds__(kThreads, kResident<V, X>)
+template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kConjugate, bool kColumns>
+__global__ void __launch_bounds__(kThreads, (kResident<V, X, kColumns>))
     spmm_rows(const __grid_constant__ SpmvCall call, const __grid_constant__ DenseShape shape,
               const __grid_constant__ SpmmPlan plan) {
-    SpmmTile<V, X, P, ACCESS, LANES, SHARE, kConjugate> tile(call, shape, plan);
-    if (tile.end.keeps_y) return;
+    SpmmTile<V, X, P, ACCESS, LANES, SHARE, kConjugate, kColumns> tile(call, shape, plan);
+    if (!tile.is_wanted) return;
     const int after = blockIdx.x - plan.segment_count, listed = ceil_div(plan.listed, kThreads / kWarpSize);
     if (after >= listed) tile.multiply_rows(after - listed);  // all rows where A is not read, which makes them empty
     else if (!tile.end.reads_a) return;

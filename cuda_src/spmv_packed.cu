@@ -286,6 +286,7 @@ __global__ void __launch_bounds__(kPackedThreads<kKind>, (kPackedBlocks<kKind, X
     X* own = reinterpret_cast<X*>(shared);
     RowEnd<X> end(call);
     if (end.keeps_y) return;
+    if (plan.shares != nullptr) end.reads_y = false;  // y are the parts of the sums: beta is for their end
     Share share = {0, 0, 0, plan.piece_count, 0, plan.slice_count, int(blockIdx.x), int(gridDim.x)};
     if constexpr (kBlocked<kKind>) {
         if (plan.shares != nullptr) share = reinterpret_cast<const Share*>(plan.shares)[blockIdx.x];

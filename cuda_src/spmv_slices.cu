@@ -3,7 +3,8 @@
 
 namespace rawops {
 
-// sums: (slices, rows), with alpha in them. 256 / PARTS neighbouring rows and PARTS slices at a time to a block.
+// sums: (slices, rows), with alpha in them: that of the call only tells where there is nothing to do. 256 / PARTS
+// neighbouring rows and PARTS slices at a time to a block.
 template <class X, int PARTS>
 __global__ void __launch_bounds__(256)
     spmv_slices(const __grid_constant__ SpmvCall call, const Accumulator<X>* __restrict__ sums, int slices) {
@@ -11,6 +12,8 @@ __global__ void __launch_bounds__(256)
     constexpr int ROWS = 256 / PARTS;
     __shared__ A parts[PARTS][ROWS];
     RowEnd<X> end(call);
+    if (end.keeps_y) return;
+    end.alpha = make_value<A>(1, 0), end.reads_a = true;
     const int part = threadIdx.x / ROWS, place = threadIdx.x % ROWS;
     const int64_t row = int64_t(blockIdx.x) * ROWS + place;
     A sum = {};

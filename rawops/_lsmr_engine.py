@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawops._lsmr_basis import Basis
-from rawops._lsmr_kernels import BEGIN, MOST_PARTIALS, SCALARS, SHORT, THREADS, UPDATE, Pair, Vectors
+from rawops._lsmr_kernels import BEGIN, MOST_PARTIALS, SCALARS, SHORT, UPDATE, Pair, Vectors
 from rawops._lsmr_operators import EmptyProduct
 from rawops._lsmr_small import Small
 
@@ -27,9 +27,10 @@ STOPPED = 2  # a phase
 HISTORY = ("normr", "normar", "norma", "conda", "normx")
 
 _CHUNK_US = 300.0  # a chunk lasts about this long: what is launched past the stop, and how late the host hears of it
-_MOST_ITERATIONS = 32
+_FEWEST_ITERATIONS, _MOST_ITERATIONS = 8, 32
 _SMALL_ITERATIONS = 64
 _EAGER_ITERATIONS = 32  # from then on a graph repays its capture
+_PATIENCE = 6  # iterations of few columns that cost what it takes to drop the others
 
 
 class Settings(NamedTuple):
@@ -67,6 +68,7 @@ class Engine:
         self.u = vectors.empty(m)
         self.v, self.x, self.h, self.hbar = (vectors.empty(n) for _ in range(4))
         self.states = device.empty((columns, _STATE), np.dtype("float64"))
+        self._gate = device.empty((3,), np.dtype("float64"))
         self._forward, self._adjoint = self._pair(_FORWARD), self._pair(_ADJOINT)
         self._partials = {t: vectors.partials(self.product.num_partials(t)) for t in (False, True)}
         self._shorter = {t: vectors.partials(SHORT) for t in (False, True)}
@@ -82,7 +84,7 @@ class Engine:
         alpha, beta = self.states[:, offset], self.states[:, offset + 1]
         if self.columns == 1:
             return Pair(alpha.reshape(()), beta.reshape(()))
-        return Pair(alpha, beta, _STATE)
+        return Pair(alpha, beta, _STATE, tuple(self._gate[i : i + 1].reshape(()) for i in (0, 1)))
 
     def _chunk(self) -> int:
         if not self._is_captured:
@@ -90,7 +92,7 @@ class Engine:
         if self._small is not None:
             return _SMALL_ITERATIONS
         us = 10.0 + self.product.nbytes * self.columns / 3e6
-        return int(np.clip(_CHUNK_US / us, 2, _MOST_ITERATIONS))
+        return int(np.clip(_CHUNK_US / us, _FEWEST_ITERATIONS, _MOST_ITERATIONS))
 
     # --- launches ---------------------------------------------------------------------------------------------------
 
@@ -108,7 +110,7 @@ class Engine:
         return self._few(False, self._partials[False])
 
     def _few(self, transposed: bool, partials):
-        if partials.shape[0] <= MOST_PARTIALS:
+        if partials.size <= MOST_PARTIALS:
             return partials
         self.vectors.shorten(partials, self._shorter[transposed])
         return self._shorter[transposed]
@@ -124,7 +126,7 @@ class Engine:
         if x0 is None or self._plain is not None:
             self.x.fill(0)
         values = (pointer(self.states), *settings, pointer(b_partials), b_partials.shape[0])
-        self._one_block(BEGIN, (*values, pointer(u_partials), u_partials.shape[0]))
+        self._one_block(BEGIN, (*values, pointer(u_partials), u_partials.shape[0], pointer(self._gate)))
         vectors.combine(self._forward, None, self.u)
         self._update(self._apply(True, self.u, self.v, self._adjoint))
 
@@ -138,24 +140,24 @@ class Engine:
         pointer, x_partials = self.device.pointer, self._x_partials
         count = 0 if u_partials is None else u_partials.shape[0]
         values = (pointer(self.states), pointer(x_partials), x_partials.shape[0], pointer(u_partials), count)
-        self._one_block(SCALARS, (*values, pointer(self.history), self.chunk))
+        self._one_block(SCALARS, (*values, pointer(self.history), self.chunk, pointer(self._gate)))
 
     def _update(self, v_partials) -> None:
         pointer, rows = self.device.pointer, self.shape[1]
         values = (pointer(self.states), pointer(v_partials), v_partials.shape[0])
         values += (*map(pointer, (self.v, self.x, self.h, self.hbar)), rows, self.columns, pointer(self._x_partials))
         blocks, *others = self.vectors.grid(rows)
-        self.vectors.kernel(UPDATE).launch((blocks + 1, *others), (THREADS, 1, 1), values)
+        self.vectors.launch(UPDATE, (blocks + 1, *others), values)
         if self._basis is not None:
             self._basis.keep()
 
     def _one_block(self, spec, values: tuple) -> None:
-        self.vectors.kernel(spec).launch((self.columns, 1, 1), (THREADS, 1, 1), values)
+        self.vectors.launch(spec, (self.columns, 1, 1), values)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self, maxiter: int, watch: Callable | None = None, enough: int = 0, done: int = 0) -> list[dict]:
-        """Iterate until every column has stopped, or no more than `enough` have not.
+        """Iterate until every column has stopped, or for a while no more than `enough` have not.
 
         Parameters
         ----------
@@ -169,7 +171,7 @@ class Engine:
         list of dict
             For each column its stop code, counter and norms, and in which phase it is.
         """
-        launched, seen, tickets, depth = done, done, deque(), self._reader.depth
+        launched, seen, tickets, depth, few = done, done, deque(), self._reader.depth, None
         while True:
             while not tickets or (len(tickets) < depth and launched < maxiter):
                 launched += self._launch(min(self.chunk, maxiter - launched))
@@ -179,10 +181,15 @@ class Engine:
                 seen = self._show(states, history, seen, watch)
             reports = [dict(zip(_REPORT, row, strict=True)) for row in states[:, _READ].tolist()]
             running = sum(report["phase"] != STOPPED for report in reports)
-            if running == 0 or (running <= enough and not tickets):
+            if running == 0:
                 return reports
             if running <= enough:
-                depth = 0  # only what is under way
+                count = int(max(report["itn"] for report in reports))
+                few = count if few is None else few
+                if count - few >= _PATIENCE:
+                    if not tickets:
+                        return reports
+                    depth = 0  # only what is under way
 
     def _launch(self, count: int) -> int:
         """Launch a chunk of `count` iterations, or a graph, which may have more of them; return how many they are."""
@@ -205,11 +212,13 @@ class Engine:
 
         with cupy.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
+            self.vectors.early = True
             try:
                 for _ in range(self.chunk):
                     self._iterate()
                 self._scalars()
             finally:
+                self.vectors.early = False
                 self._graph = stream.end_capture()
 
     def _show(self, states, history, seen: int, watch: Callable) -> int:
@@ -225,6 +234,8 @@ class Engine:
         for name in ("u", "v", "x", "h", "hbar"):
             getattr(engine, name)[...] = getattr(self, name)[:, kept]
         engine.states[...] = self.states[columns]
+        engine._gate[...] = self._gate
+        engine._gate[2] = 0  # of its columns none has stopped
         return engine
 
     # --- afterwards -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from rawops._runtime.kernel import KernelSpec
 
 COLUMNS = (1, 8, 32)  # right-hand sides that a block of threads goes through side by side
 THREADS = 256
-MOST_PARTIALS = 2048  # more than this are shortened before many blocks, or a single one, add them up
+MOST_PARTIALS = 2048  # more than this, of all columns, are shortened before many blocks, or a single one, add them up
 SHORT = 64
 _MOST_BLOCKS = 512
 
@@ -33,7 +33,14 @@ def _scalar_kernel(entry: str) -> KernelSpec:
 
 
 LOAD, COMBINE, UPDATE = (_vector_kernel(f"lsmr_{name}") for name in ("load", "combine", "update"))
-BEGIN, SCALARS, SHORTEN = (_scalar_kernel(f"lsmr_{name}") for name in ("begin", "scalars", "shorten"))
+BEGIN, SCALARS = (_scalar_kernel(f"lsmr_{name}") for name in ("begin", "scalars"))
+SHORTEN = KernelSpec(
+    source="lsmr.cu",
+    entry="rawops::lsmr_shorten",
+    template=("COLS",),
+    choices={"COLS": COLUMNS},
+    smoke=[{"COLS": 1}, {"COLS": 32}],
+)
 
 _GEMV = {"M": ("float32", "float64"), "MATRIX_PARTS": (1, 2), "R": ("float32", "float64"), "PARTS": (1, 2)}
 _GEMV |= {"kDot": (True, False), "kConjugate": (True, False)}
@@ -62,31 +69,43 @@ def real_and_parts(dtype) -> tuple[str, int]:
 
 
 class Pair(NamedTuple):
-    """The scalars of y = alpha A x + beta y on the device: 0-d float64 arrays, or (columns,) ones `stride` apart."""
+    """The scalars of y = alpha A x + beta y on the device: 0-d float64 arrays, or (columns,) ones `stride` apart.
+
+    `gate` are alpha and beta for A x alone, of all columns together: 1 and 0 as long as one of them is wanted.
+    """
 
     alpha: Any
     beta: Any
     stride: int = 0
+    gate: tuple = (1.0, 0.0)
 
 
 class Vectors:
-    """Launches on (rows, columns) arrays of one dtype; columns = 1 are plain vectors."""
+    """Launches on (rows, columns) arrays of one dtype; columns = 1 are plain vectors.
+
+    Attributes
+    ----------
+    early : bool
+        Launches may begin before the one before is complete, see common/launches.cuh: in graphs, where asking for it
+        costs the host nothing.
+    """
 
     def __init__(self, device, dtype, columns: int) -> None:
         self.device, self.dtype, self.columns = device, np.dtype(dtype), columns
         real, parts = real_and_parts(dtype)
         cols = next((c for c in COLUMNS if c >= columns), COLUMNS[-1])
+        self.early = False
         self._choices = {"R": real, "PARTS": parts, "COLS": cols}
         self._rows = THREADS // cols  # that a block takes at a time
         self._column_blocks = -(-columns // cols)
         self._kernels: dict = {}
         self._constants: dict[float, Any] = {}
 
-    def kernel(self, spec: KernelSpec):
-        """Return a kernel for these vectors."""
+    def launch(self, spec: KernelSpec, grid: tuple, values: tuple) -> None:
+        """Launch the kernel for these vectors."""
         if spec not in self._kernels:
-            self._kernels[spec] = spec.kernel(self.device, **(self._choices if spec.template else {}))
-        return self._kernels[spec]
+            self._kernels[spec] = spec.kernel(self.device, **{name: self._choices[name] for name in spec.template})
+        self._kernels[spec].launch(grid, (THREADS, 1, 1), values, early=self.early)
 
     def blocks(self, rows: int) -> int:
         """Return how many blocks share `rows` rows, which is how many partial sums each column gets."""
@@ -119,17 +138,17 @@ class Vectors:
         strides = [s // itemsize for s in (*source.strides, 0)][:2]
         pointer = self.device.pointer
         values = (pointer(source), *strides, pointer(target), rows, self.columns, pointer(partials))
-        self.kernel(LOAD).launch(self.grid(rows), (THREADS, 1, 1), values)
+        self.launch(LOAD, self.grid(rows), values)
 
     def combine(self, scalars: Pair, w, y, partials=None, slices: int = 1, scale=None) -> None:
         """Compute y = alpha * scale * (sum of the slices of w) + beta * y, with the partial sums of its squares."""
         rows, pointer = y.shape[0], self.device.pointer
         values = (pointer(scalars.alpha), pointer(scalars.beta), scalars.stride, pointer(w), slices, pointer(scale))
         values += (pointer(y), rows, self.columns, pointer(partials))
-        self.kernel(COMBINE).launch(self.grid(rows), (THREADS, 1, 1), values)
+        self.launch(COMBINE, self.grid(rows), values)
 
     def shorten(self, partials, shorter) -> None:
         """Add partial sums up to fewer."""
         pointer = self.device.pointer
         values = (pointer(partials), partials.shape[0], self.columns, pointer(shorter))
-        self.kernel(SHORTEN).launch((shorter.shape[0], self.columns, 1), (THREADS, 1, 1), values)
+        self.launch(SHORTEN, (shorter.shape[0], self._column_blocks, 1), values)

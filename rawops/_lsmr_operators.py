@@ -64,21 +64,13 @@ class LinearOperator:
 class SparseProduct:
     """A `SparseMatrix`, whose own kernels take scalars from the device and leave partial sums."""
 
-    is_captured = True
-
     def __init__(self, matrix) -> None:
         self.matrix, self.shape, self.dtype = matrix, matrix.shape, np.dtype(matrix.dtype)
         self.device = matrix._store.device
         self.nbytes = 2 * matrix.nnz * (self.dtype.itemsize + 4)  # that an iteration reads
 
-    def bind(self, vectors: Vectors) -> SparseProduct | SparseColumns:
-        return self if vectors.columns == 1 else SparseColumns(self, vectors)
-
-    def num_partials(self, transposed: bool) -> int:
-        return self.matrix._num_partials(transposed)
-
-    def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
-        self.matrix._apply(transposed, x, y, scalars.alpha, scalars.beta, partials.reshape(-1))
+    def bind(self, vectors: Vectors) -> BoundSparse | SparseColumns:
+        return BoundSparse(self, vectors) if vectors.columns == 1 else SparseColumns(self, vectors)
 
     def column_squares(self):
         """Return the squared norms of the columns: a product with the squares of the entries."""
@@ -90,6 +82,22 @@ class SparseProduct:
         ones = store.device.empty((matrix.shape[0],), data.dtype)
         ones.fill(1)
         return squared.matvec(ones) if has_columns else squared.rmatvec(ones)
+
+
+class BoundSparse:
+    """A `SparseMatrix` times one vector."""
+
+    is_captured = True
+
+    def __init__(self, product: SparseProduct, vectors: Vectors) -> None:
+        self.matrix, self.nbytes, self._vectors = product.matrix, product.nbytes, vectors
+
+    def num_partials(self, transposed: bool) -> int:
+        return self.matrix._num_partials(transposed)
+
+    def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
+        early = self._vectors.early
+        self.matrix._apply(transposed, x, y, scalars.alpha, scalars.beta, partials.reshape(-1), early)
 
 
 class DenseProduct:

@@ -51,7 +51,6 @@ SLICES = KernelSpec(
     smoke=({"vector": "float32", "parts": 1}, {"vector": "complex128", "parts": 8}),
     params=CALL,
 )
-_ONE, _ZERO = (1.0, 0.0, 0), (0.0, 0.0, 0)
 # As in spmv_packed.cu: threads of a block, and blocks that an SM holds
 _THREADS, _BLOCKED_THREADS = 256, 896
 _BLOCKS_PER_SM = {4: 5, 8: 4, 16: 4}  # by the bytes of a value
@@ -114,15 +113,15 @@ class ByPacked:
         self._grid = len(shares)
         return module_of(packed.starts).asarray(np.array(shares, np.int32))
 
-    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
+    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool, early: bool = False) -> None:
         kernel, end, parts, shared_bytes = self._bound.get((x.dtype, conjugate)) or self._bind(x, conjugate)
         grid, threads = (self._grid, 1, 1), (self._threads, 1, 1)
         if end is None:
-            kernel.launch(grid, threads, (self._pack(x, y, alpha, beta, partials), self._plan), shared_bytes)
+            kernel.launch(grid, threads, (self._pack(x, y, alpha, beta, partials), self._plan), shared_bytes, early)
             return
-        kernel.launch(grid, threads, (self._pack(x, parts, alpha, _ZERO, None), self._plan), shared_bytes)
-        values = self._pack(x, y, _ONE, beta, partials), self.device.pointer(parts), self.packed.blocks
-        end.launch((self.num_partials, 1, 1), (_THREADS, 1, 1), values)
+        kernel.launch(grid, threads, (self._pack(x, parts, alpha, beta, None), self._plan), shared_bytes, early)
+        values = self._pack(x, y, alpha, beta, partials), self.device.pointer(parts), self.packed.blocks
+        end.launch((self.num_partials, 1, 1), (_THREADS, 1, 1), values, early=early)
 
     def _bind(self, x, conjugate: bool) -> tuple:
         """Load the kernels for a type of x and y."""

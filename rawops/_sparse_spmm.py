@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ _THREADS, _WARP = 256, 32
 _SEGMENT = 2048  # entries of a long row for one block
 _BLOCK_WORK, _BLOCK_ROWS = 1024, 128  # entries of a block's rows, about, and how many rows
 _SHARE = 4  # groups that share a row at most
+_COLUMN_ROWS = 8  # rows that a group takes at most where a block's squares are added up
+_BLOCKS_PER_SM, _WAVES = 4, 4  # of such blocks
 _LONG = 512  # entries of a row that no warp should be alone with
 _SLICE_BYTES = 40 << 20  # of x, that stay in the L2 of a large GPU
 _SLICE_MEAN = 64  # entries of a row in a slice that are worth a block
@@ -31,24 +33,27 @@ PLAN = ParamStruct(
     "SpmmPlan",
     **dict.fromkeys(("segments", "splits", "sums", "tickets", "rows"), "pointer"),
     **dict.fromkeys(("segment_count", "split_count", "listed", "longest", "rows_a_team"), "int32"),
+    step="int64",
 )
 
 
-def _smoke(value="float32", vector=None, access=16, lanes=32, share=1, conjugate=False) -> dict:
+def _smoke(value="float32", vector=None, access=16, lanes=32, share=1, conjugate=False, columns=False) -> dict:
     layout = {"access": access, "lanes": lanes, "share": share}
-    return {"value": value, "vector": vector or value, "pointer": "int32", **layout, "conjugate": conjugate}
+    choices = {"value": value, "vector": vector or value, "pointer": "int32", **layout, "conjugate": conjugate}
+    return {**choices, "columns": columns}
 
 
 SPMM = KernelSpec(
     source="spmm_rows.cu",
     entry="rawops::spmm_rows",
-    template=("value", "vector", "pointer", "access", "lanes", "share", "conjugate"),
+    template=("value", "vector", "pointer", "access", "lanes", "share", "conjugate", "columns"),
     choices={
         **TYPES,
         "access": (2, 4, 8, 16),
         "lanes": (1, 2, 4, 8, 16, 32),
         "share": (1, 2, 4, 8, 16, 32),
         "conjugate": (False, True),
+        "columns": (False, True),
     },
     smoke=(
         _smoke(),
@@ -59,6 +64,9 @@ SPMM = KernelSpec(
         _smoke("float64", lanes=16),
         _smoke("complex64", lanes=4, share=8, conjugate=True),
         _smoke("complex128", lanes=32, conjugate=True),
+        _smoke(lanes=8, columns=True),
+        _smoke("float64", lanes=16, columns=True),
+        _smoke("complex128", lanes=8, share=4, conjugate=True, columns=True),
     ),
     params=CALL,
     spills={"sm_89": 24, "sm_90a": 8},
@@ -87,6 +95,10 @@ class Layout:
     longest: int
     split: int
     rows_a_team: int
+
+    def width(self, itemsize: int) -> int:
+        """Return how many columns a block of threads takes."""
+        return max(self.access // itemsize, 1) * self.lanes
 
     @property
     def choices(self) -> dict:
@@ -129,29 +141,62 @@ class Dense:
         found = [*self._segments.values(), *self._workspaces.values()]
         return [array for arrays in found for array in arrays]
 
-    def run(self, x, y, alpha: tuple, beta: tuple, conjugate: bool, layout: Layout | None = None) -> None:
+    def run(self, x, y, alpha: tuple, beta: tuple, conjugate: bool) -> None:
         """Launch on matrices of one type and any strides; x is read and y written in place."""
         if not y.size:
             return
-        rows, columns = self.rows.shape[0], y.shape[1]
-        if columns > 1 and x.strides[1] != x.itemsize:
+        if y.shape[1] > 1 and x.strides[1] != x.itemsize:
             x = module_of(x).ascontiguousarray(x)
-        if layout is None:
-            mean = self.rows.nnz / rows
-            layout = layout_for(columns, x.itemsize, self._alignment(x), mean)
-        width = max(layout.access // x.itemsize, 1) * layout.lanes
-        tiles = -(-columns // width)
+        self._launch(self._layout(x), x, y, alpha, beta, conjugate)
+
+    def run_columns(self, x, y, alpha: tuple, beta: tuple, step: int, partials, conjugate: bool, early: bool) -> None:
+        """Launch with numbers for each column on contiguous matrices from the device's pool.
+
+        alpha and beta are (0.0, 0.0, address) of the first column's number, float64, with `step` numbers from one
+        column's to the next one's. Where they are 0 and 1 for all columns of a block of threads, it does nothing. With
+        `early` the launch is an early one.
+
+        Parameters
+        ----------
+        partials : array (num_partials(x), columns), float64
+            Parts of the sums of the squares of the columns of y.
+        """
+        layout = self._column_layout(x)
+        self._launch(layout, x, y, alpha, beta, conjugate, step, partials, early)
+
+    def num_partials(self, x) -> int:
+        """How many parts of the sums of squares `run_columns` leaves. The first call synchronises."""
+        layout = self._column_layout(x)
+        _, _, splits = self._apart(layout.longest, layout.split, self._slices(x))
+        return self._blocks(layout, x) + splits.shape[0]
+
+    def _layout(self, x) -> Layout:
+        return layout_for(x.shape[1], x.itemsize, self._alignment(x), self.rows.nnz / self.rows.shape[0])
+
+    def _column_layout(self, x) -> Layout:
+        layout, most = self._layout(x), self.device.sm_count * _BLOCKS_PER_SM * _WAVES
+        row_blocks = self.rows.shape[0] * layout.lanes * layout.share // _THREADS  # with one row for each group
+        rows_a_team = power_of_two(row_blocks / most, 1, _COLUMN_ROWS)
+        return replace(layout, rows_a_team=max(layout.rows_a_team, rows_a_team))
+
+    def _blocks(self, layout: Layout, x) -> int:
+        listed, segments, _ = self._apart(layout.longest, layout.split, self._slices(x))
+        at_once = _THREADS // (layout.lanes * layout.share) * layout.rows_a_team
+        return segments.shape[0] + -(-listed.size // (_THREADS // _WARP)) + -(-self.rows.shape[0] // at_once)
+
+    def _launch(self, layout: Layout, x, y, alpha, beta, conjugate, step=0, partials=None, early=False) -> None:
+        columns = y.shape[1]
+        tiles = -(-columns // layout.width(x.itemsize))
         listed, segments, splits = self._apart(layout.longest, layout.split, self._slices(x))
-        kernel = SPMM.kernel(self.device, **types_of(self.rows, x, conjugate), **layout.choices)
-        workspace = self._workspace(segments, splits, columns, tiles, dtypes.name(x.dtype))
-        call = pack(self.device, self.rows, x, y, alpha, beta, None)
+        types = types_of(self.rows, x, conjugate)
+        kernel = SPMM.kernel(self.device, **types, **layout.choices, columns=partials is not None)
+        workspace = self._workspace(segments, splits, columns, tiles, types["vector"])
+        call = pack(self.device, self.rows, x, y, alpha, beta, partials)
         is_vector_y = layout.access > y.itemsize and self._alignment(y) % layout.access == 0
         shape = DENSE.pack(*strides_of(x, y), columns, is_vector_y)
-        sizes = segments.shape[0], splits.shape[0], listed.size, layout.longest, layout.rows_a_team
+        sizes = segments.shape[0], splits.shape[0], listed.size, layout.longest, layout.rows_a_team, step
         plan = PLAN.pack(*map(self.device.pointer, (segments, splits, *workspace, listed)), *sizes)
-        at_once = _THREADS // (layout.lanes * layout.share) * layout.rows_a_team
-        blocks = segments.shape[0] + -(-listed.size // (_THREADS // _WARP)) + -(-rows // at_once)
-        kernel.launch((blocks, tiles, 1), (_THREADS, 1, 1), (call, shape, plan))
+        kernel.launch((self._blocks(layout, x), tiles, 1), (_THREADS, 1, 1), (call, shape, plan), early=early)
 
     def _alignment(self, x) -> int:
         """Return a divisor, in bytes, of where the rows of x begin; that of an element where columns are apart."""

@@ -77,8 +77,11 @@ class Product(Protocol):
     num_partials: int
     kept: list
 
-    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
-        """Launch on contiguous vectors of one type; alpha and beta are (real, imaginary, address or 0)."""
+    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool, early: bool = False) -> None:
+        """Launch on contiguous vectors of one type; alpha and beta are (real, imaginary, address or 0).
+
+        With `early`, where the kernel can, it begins before the launch before is complete: see common/launches.cuh.
+        """
 
 
 class ByRows:
@@ -91,12 +94,12 @@ class ByRows:
         self.kept: list[Any] = []
         self._pack, self._kernels = Packer(device, rows), {}
 
-    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
+    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool, early: bool = False) -> None:
         key = x.dtype, conjugate
         if key not in self._kernels:
             self._kernels[key] = ROWS.kernel(self.device, **types_of(self.rows, x, conjugate), lanes=self.lanes)
         call = self._pack(x, y, alpha, beta, partials)
-        self._kernels[key].launch((self.num_partials, 1, 1), (_THREADS, 1, 1), (call,))
+        self._kernels[key].launch((self.num_partials, 1, 1), (_THREADS, 1, 1), (call,), early=early)
 
 
 class Scattered:
@@ -109,7 +112,7 @@ class Scattered:
         self.num_partials = min(-(-rows.shape[1] // _THREADS), limit)
         self._sums: dict[str, Any] = {}
 
-    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
+    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool, early: bool = False) -> None:
         types = types_of(self.rows, x, conjugate)
         sums = self.device.pointer(self._workspace(types["vector"]))
         call = Packer(self.device, self.rows, transposed=True)(x, y, alpha, beta, partials)

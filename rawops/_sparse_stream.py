@@ -65,10 +65,10 @@ class ByStream:
         self._plan = PLAN.pack(*map(device.pointer, self.kept), *sizes)
         self._pack, self._kernels = Packer(device, rows), {}
 
-    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool) -> None:
+    def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool, early: bool = False) -> None:
         key = x.dtype, conjugate
         if key not in self._kernels:
             types = types_of(self.rows, x, conjugate)
             self._kernels[key] = STREAM.kernel(self.device, **types, walks=self.walks)
         call = self._pack(x, y, alpha, beta, partials)
-        self._kernels[key].launch((self._blocks, 1, 1), (_THREADS, 1, 1), (call, self._plan))
+        self._kernels[key].launch((self._blocks, 1, 1), (_THREADS, 1, 1), (call, self._plan), early=early)

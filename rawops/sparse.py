@@ -364,25 +364,32 @@ class SparseMatrix:
         found = arrays.signature((x, out))
         return found and ((way, *found[0]), found[1])
 
-    def _apply(self, transposed: bool, x, y, alpha, beta, partials=None) -> None:
+    def _apply(self, transposed: bool, x, y, alpha, beta, partials=None, early: bool = False) -> None:
         """Compute y = alpha * op(A) x + beta * y, op(A) being A or its conjugate transpose; for the solvers.
 
         x and y are contiguous arrays of the result's dtype on the matrix's device that do not overlap: nothing is
         checked. alpha and beta are numbers or 0-d float64 device arrays. With `partials`, a float64 array of at least
         `_num_partials(transposed)` entries, those entries receive parts of the sum of |y|^2, always the same ones. With
-        alpha 0 and beta 1 nothing is done, and `partials` may stay as they are.
+        alpha 0 and beta 1 nothing is done, and `partials` may stay as they are. With `early` launches are early ones.
         After one call it allocates nothing and can be captured.
         """
         way, conjugated = self._transposed != transposed, self._conjugated != transposed
         pointer = self._store.device.pointer
         alpha = (alpha, 0.0, 0) if type(alpha) is float else given.packed(alpha, pointer)
         beta = (beta, 0.0, 0) if type(beta) is float else given.packed(beta, pointer)
-        self._run(way, conjugated, x, y, alpha, beta, partials)
+        self._run(way, conjugated, x, y, alpha, beta, partials, early)
+
+    def _dense(self, transposed: bool) -> tuple:
+        """Return what multiplies matrices by A or its conjugate transpose, for the solvers, and whether to conjugate.
+
+        It is None where that format is not kept.
+        """
+        return self._store.dense.get(self._transposed != transposed), self._conjugated != transposed
 
     def _num_partials(self, transposed: bool) -> int:
         """How many entries of `partials` a product writes; 0 where it has no rows."""
         return self._store.products[self._transposed != transposed].num_partials
 
-    def _run(self, way: bool, conjugated: bool, x, y, alpha: tuple, beta: tuple, partials) -> None:
+    def _run(self, way: bool, conjugated: bool, x, y, alpha: tuple, beta: tuple, partials, early=False) -> None:
         if y.size:
-            self._store.products[way].run(x, y, alpha, beta, partials, conjugated)
+            self._store.products[way].run(x, y, alpha, beta, partials, conjugated, early)

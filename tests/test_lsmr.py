@@ -413,6 +413,28 @@ def test_iterations_neither_wait_nor_allocate(device, rng, monkeypatch, kind):
     assert allocations[0] == allocations[1] <= 3
 
 
+@pytest.mark.parametrize("kind", ["sparse", "sparse in one block"])
+def test_memory(device, rng, monkeypatch, kind):
+    """Besides A and b: m + 4 n elements, x among them, and a bounded number of sums."""
+    if kind == "sparse":
+        monkeypatch.setattr(_lsmr_small, "_MOST_BYTES", 0)
+    m, n = 1700, 300
+    A, b = rawops.SparseMatrix.from_scipy(scattered(rng, m, n)), device.put(rng.standard_normal(m))
+    kind, sizes = type(A._store.device), []
+    empty = kind.empty
+
+    def counted_empty(self, shape, dtype):
+        found = empty(self, shape, dtype)
+        sizes.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(kind, "empty", counted_empty)
+    rawops.lsmr(A, b, maxiter=1)
+    vectors = sorted(size for size in sizes if size in (8 * m, 8 * n))
+    assert vectors == [8 * n] * 4 + [8 * m]
+    assert sum(sizes) - sum(vectors) < 20_000
+
+
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 

@@ -6,10 +6,12 @@ from scipy import sparse
 from scipy.sparse.linalg import lsmr as scipy_lsmr
 
 import rawops
-from rawops import _lsmr_small
+from rawops import _lsmr_columns, _lsmr_small, _sparse_spmm, _sparse_store
 from rawops._lsmr_kernels import Pair, Vectors
 from rawops._lsmr_operators import product_of
 from rawops._runtime import arrays
+from rawops._sparse_profile import Choice
+from rawops._sparse_spmm import Layout
 
 
 def vectors_of(device, dtype, columns):
@@ -103,10 +105,12 @@ def test_gemv(device, rng, matrix, dtype, shape, columns):
             assert (device.get(partials).sum(axis=0) == squares(expected)).all()
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("columns", [3, 4, 8, 32, 36])
 @pytest.mark.parametrize(("matrix", "dtype"), [("float32", "float32"), ("float32", "float64"), ("complex64",) * 2])
-def test_sparse_times_columns(device, rng, matrix, dtype, columns):
+def test_sparse_times_columns(device, rng, monkeypatch, matrix, dtype, columns, is_fused):
     """Rows long and short, a column that has stopped, one that starts anew, x that is NaN where A has no entry."""
+    monkeypatch.setattr(_lsmr_columns, "_ROWS_A_PARTIAL", 0 if is_fused else 100)
     a = np.where(rng.random((30, 60)) < 0.2, integers(rng, (30, 60), matrix), 0)
     a[:, 7], a[5] = 0, 0
     a = sparse.csr_array(a)
@@ -123,12 +127,45 @@ def test_sparse_times_columns(device, rng, matrix, dtype, columns):
         y[:, 0], y[:, 1] = np.nan, np.nan
         result = device.guarded(y.shape, dtype)
         result[...] = device.put(y)
+        assert (transposed in bound._ops) != is_fused
         partials = vectors.partials(bound.num_partials(transposed))
         pair = Pair(device.put(alpha)[:, 0], device.put(beta)[:, 0], 2)
         bound.apply(transposed, device.put(x), result, pair, partials)
         assert (device.get(result)[:, 1:] == expected[:, 1:]).all()
         assert np.isnan(device.get(result)[:, 0]).all()
         assert (device.get(partials).sum(axis=0)[1:] == squares(expected)[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [("float32", (16, 2, 1)), ("float64", (16, 4, 2)), ("complex128", (16, 8, 1))]
+)
+def test_long_rows_times_columns(device, rng, monkeypatch, dtype, layout):
+    """Rows of a warp, of a block, of several blocks and of several in slices, each with its squares, twice."""
+    monkeypatch.setattr(_lsmr_columns, "_ROWS_A_PARTIAL", 0)
+    monkeypatch.setattr(_sparse_spmm, "_SEGMENT", 128)
+    monkeypatch.setattr(_sparse_spmm, "_SLICE_BYTES", 512 * 8 * np.dtype(dtype).itemsize)
+    monkeypatch.setattr(_sparse_spmm, "layout_for", lambda *found: Layout(*layout, 32, 64, 1))
+    a = np.zeros((60, 1024))
+    for row, length in enumerate([20, 0, 50, 70, 128, 200, 900] + [3] * 53):
+        a[row, rng.choice(1024, length, replace=False)] = rng.integers(1, 5, length)
+    product = product_of("test", rawops.SparseMatrix.from_scipy(sparse.csr_array(a.astype(dtype))))
+    vectors = vectors_of(device, dtype, 8)
+    bound = product.bind(vectors)
+    alpha, beta = np.arange(8.0), np.full(8, 2.0)
+    alpha[3], beta[3] = 0, 1
+    x, y = integers(rng, (1024, 8), dtype), integers(rng, (60, 8), dtype)
+    partials = vectors.partials(bound.num_partials(False))
+    x, pair = device.put(x), Pair(device.put(alpha), device.put(beta), 1)
+    for _ in range(2):
+        result = device.put(y.copy())
+        bound.apply(False, x, result, pair, partials)
+        expected = alpha * (a @ device.get(x)) + beta * y
+        assert (device.get(result) == expected).all()
+        assert (device.get(partials).sum(axis=0) == squares(expected)).all()
+    pair = Pair(device.put(alpha * 0), device.put(beta * 0 + 1), 1)
+    partials.fill(7)
+    bound.apply(False, x, result, pair, partials)
+    assert (device.get(result) == expected).all() and (device.get(partials) == 7).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
@@ -153,9 +190,12 @@ def test_one_block_whose_matrix_does_not_fit_into_shared_memory(device, rng):
     np.testing.assert_allclose(device.get(ours.x), scipy_lsmr(a, b, maxiter=3)[0], rtol=1e-8)
 
 
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_sparse_product_that_has_nothing_to_do(device, rng, dtype):
+def test_sparse_product_that_has_nothing_to_do(device, rng, monkeypatch, dtype, in_blocks):
     """alpha = 0, beta = 1: y is not even read, so that a solver that has stopped costs launches alone."""
+    if in_blocks:  # of columns, whose sums a second launch adds up
+        monkeypatch.setattr(_sparse_store, "choose", lambda *found: Choice("packed", 1, 64, 30))
     wide, tall = sparse.random_array((40, 3000), density=0.2, rng=rng), sparse.random_array((3000, 40), rng=rng)
     for a in (wide, tall):
         matrix = rawops.SparseMatrix.from_scipy(sparse.csr_array(a).astype(dtype))

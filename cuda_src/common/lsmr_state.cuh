@@ -11,6 +11,12 @@ namespace rawops {
 enum LsmrPhase : int { kStart, kRun, kStopped };
 enum LsmrStop : int { kMaxiter = 7, kCondMachine = 6, kLeastMachine = 5, kSolveMachine = 4, kCond = 3, kLeast = 2, kSolve = 1 };
 
+// The sum of COUNT numbers `step` apart, in a tree: a chain of additions in float64 is long.
+template <int COUNT> __device__ inline double tree_sum(const double* numbers, int step) {
+    if constexpr (COUNT == 1) return numbers[0];
+    else return tree_sum<COUNT / 2>(numbers, step) + tree_sum<COUNT / 2>(numbers + COUNT / 2 * step, step);
+}
+
 struct LsmrSettings {
     double damp, atol, btol, ctol, maxiter;
 };
@@ -33,6 +39,13 @@ struct LsmrState {
     LsmrSettings settings;
     LsmrScalars now;   // written by lsmr_scalars, read by everything up to lsmr_update
     LsmrScalars next;  // written by lsmr_update, which has many readers of `now`
+};
+
+// The scalars of products that have all right-hand sides in one launch: alpha 1 and beta 0 until every column has stopped,
+// then 0 and 1, which leave nothing to do.
+struct LsmrGate {
+    double alpha, beta;
+    unsigned int stopped, unused;
 };
 
 static_assert(sizeof(LsmrState) == 81 * sizeof(double), "_lsmr_engine.py knows where the scalars lie");

@@ -1,5 +1,6 @@
 // What the sparse products share: values of all types, entries read once, and the end of a row.
 #pragma once
+#include "launches.cuh"
 #include "numeric.cuh"
 
 namespace rawops {
@@ -120,7 +121,8 @@ struct SpmvCall {
     int rows, cols;
 };
 
-// Finishes rows: the only place where y is read and written. X is the type of x and y.
+// Finishes rows: the only place where y is read and written. X is the type of x and y. Before it is made, nothing is read
+// that the launch before may have written.
 template <class X> struct RowEnd {
     using A = Accumulator<X>;
     const SpmvCall& call;
@@ -130,12 +132,18 @@ template <class X> struct RowEnd {
     double squares = 0;
 
     __device__ explicit RowEnd(const SpmvCall& call)
-        : call(call),
+        : call(begun(call)),
           alpha(call.alpha.read<A>()),
           beta(call.beta.read<A>()),
           reads_a(!is_zero(alpha)),
           reads_y(!is_zero(beta)),
           keeps_y(!reads_a && is_one(beta)) {}
+
+    __device__ static const SpmvCall& begun(const SpmvCall& call) {
+        await_launch_before();
+        start_next_launch();
+        return call;
+    }
 
     __device__ void finish(int64_t row, A sum) {
         X* y = static_cast<X*>(call.y);
