@@ -13,7 +13,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._arrays: dict[str, list] = {"float32": [], "int32": [], "prior": []}
+        self._arrays: dict[str, list] = {"float32": [], "int32": [], "prior": [], "zeros": []}
         self._lock = threading.Lock()
 
     def addresses(self, device, floats: int, counters: int) -> tuple[int, int]:
@@ -25,8 +25,8 @@ class Workspace:
         return self._at_least(device, "float32", floats)
 
     def zeros(self, device, count: int) -> int:
-        """Return the address of `count` int32 zeros, which stay so: the counters, between launches."""
-        return self._at_least(device, "int32", count)
+        """Return the address of `count` int32 zeros, between launches: not the counters, which may still be at work."""
+        return self._at_least(device, "int32", count, "zeros")
 
     def prior(self, device, floats: int) -> int:
         """Return the address of `floats` float32 that one launch leaves for the next, which has partial results too."""
@@ -42,14 +42,18 @@ class Workspace:
 
 
 def _zeros(device, count: int, dtype: str):
-    """Make zeros that are ready for every stream, in a capture too: the first call alone waits for them."""
-    x = device.empty((count,), dtype)
+    """Make zeros that are ready for every stream, in a capture too: the first call alone waits for them.
+
+    Their memory belongs to a stream of their own: what was freed on the current one may still be in use there.
+    """
     if device.is_emulated:
+        x = device.empty((count,), dtype)
         x[...] = 0
         return x
     import cupy
 
     with cupy.cuda.Device(device.ordinal), cupy.cuda.Stream(non_blocking=True) as stream:
+        x = device.empty((count,), dtype)
         x.fill(0)
         stream.synchronize()
     return x
