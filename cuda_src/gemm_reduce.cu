@@ -1,5 +1,6 @@
 // The second half of split-K: adds the partial results of all slices in a fixed order and finishes D.
 #include "common/gemm_problem.cuh"
+#include "common/launches.cuh"
 
 namespace rawops {
 
@@ -8,7 +9,8 @@ namespace rawops {
 template <class T, class Out, int LANES, int kActivation>
 __global__ void __launch_bounds__(128)
     gemm_reduce(const __grid_constant__ GemmParams params,
-                const Accumulator<T>* __restrict__ partials, int splits, int row_stride) {
+                const Accumulator<T>* partials, int splits, int row_stride) {
+    start_next_launch();
     using Epilogue = Epilogue<T, Out, kActivation>;
     using Group = typename Epilogue::Group;
     constexpr int WIDTH = Epilogue::WIDTH;
@@ -40,6 +42,7 @@ __global__ void __launch_bounds__(128)
             }
         }
     };
+    await_launch_before();
     Group value = {}, up = {};
     sum(value, n);
     if constexpr (Epilogue::kGated) sum(up, cols + n);

@@ -2,6 +2,7 @@
 // delivers b. It is read once and shared with nobody: what matters is that every SM has enough wide loads on the way,
 // whatever the shape. Sums are float32 (float64 for float64), in a fixed order. blockIdx.z is the batch.
 #include "common/gemm_problem.cuh"
+#include "common/launches.cuh"
 
 namespace rawops {
 
@@ -33,11 +34,10 @@ __global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams p
     constexpr int GROUPS = 256 / kWarpSize / SPLIT;               // of a block
     constexpr int EXTENT = SPLIT * kWarpSize * RUN;               // of K in a step of all its warps
     __shared__ V partial[GROUPS][SPLIT][COLUMNS];
+    start_next_launch();
     const GemmShape& shape = params.shape;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, cols = shape.epilogue.cols;
     const int group = warp / SPLIT, n = (int(blockIdx.x) * GROUPS + group) * WIDTH;
-    const V alpha = V(params.call.alpha.read());
-    const int K = alpha == V(0) ? 0 : shape.K;  // 0: a and b are not read
 
     for (int batch = blockIdx.z; batch < shape.batches; batch += gridDim.z) {
         int index[3];
@@ -49,6 +49,9 @@ __global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams p
         for (int i = 0; i < COLUMNS; ++i) {
             columns[i] = b + (min_of(n + i % WIDTH, cols - 1) + (i < WIDTH ? 0 : cols)) * shape.b.col;
         }
+        if (batch == blockIdx.z) await_launch_before();
+        const V alpha = V(params.call.alpha.read());
+        const int K = alpha == V(0) ? 0 : shape.K;  // 0: a and b are not read
         V sum[COLUMNS] = {};
         auto add = [&](const Chunk& x, const Chunk (&y)[COLUMNS]) {
 #pragma unroll

@@ -10,7 +10,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -48,7 +48,7 @@ _OUT = ROLES.index("out")
 _IN_PLACE = ("c", "residual")  # out may be one of these, entry for entry
 _MAX_GRID_Z = 65535
 _MAX_LAUNCHES = 4096  # of one product
-_PATIENCE = 4  # calls that a product keeps in vain before it gives up
+_MAX_BOUND = 256  # calls of a launch, by their addresses
 
 # --- scalars --------------------------------------------------------------------------------------------------------
 
@@ -118,6 +118,10 @@ class Launch:
         at which it may.
     run : callable
         Takes all arrays and their addresses, alpha and beta. None where there is nothing to launch.
+    bind : callable, optional
+        Takes addresses, alpha and beta, and returns what makes this launch again; where nothing else is to be done.
+    bound : dict
+        What it has returned, by what it has taken; None for a call that was made once.
     """
 
     device: object
@@ -125,6 +129,8 @@ class Launch:
     out_dtype: np.dtype
     overlaps: tuple
     run: Callable | None
+    bind: Callable | None = None
+    bound: dict = field(default_factory=dict)
 
     def collides(self, addresses: list) -> bool:
         """Tell whether the result would overwrite what is still to be read."""
@@ -186,7 +192,7 @@ class Product:
         self._launches: dict[tuple, Launch] = {}
         self._last: tuple = (None, None)
         self._repeat: Repeat | None = None
-        self._patience = _PATIENCE
+        self._call: tuple = ()
         Product._all.add(self)
 
     @classmethod
@@ -199,7 +205,6 @@ class Product:
         """Run on arrays of any kind; alpha and beta as `scalars` returns them."""
         repeat = self._repeat
         if repeat is not None and repeat.is_of(operands, alpha, beta):
-            repeat.used = True
             repeat.launch()
             return operands[_OUT]
         found = arrays.signature(operands)
@@ -210,20 +215,30 @@ class Product:
         last, launch = self._last
         if key != last:
             launch = self._launch_of(key, operands, addresses)
-        result = self._run(launch, operands, addresses, alpha, beta)
-        if self._patience and operands[_OUT] is not None:
-            self._keep(launch, operands, addresses, alpha, beta)
-        return result
+        out = operands[_OUT]
+        if out is None or launch.bind is None:
+            return self._run(launch, operands, addresses, alpha, beta)
+        call = (*addresses, alpha, beta)
+        again = launch.bound.get(call)
+        if again is None:
+            self._note(launch, call, addresses)
+            return self._run(launch, operands, addresses, alpha, beta)
+        again()
+        if call == self._call:
+            self._repeat = Repeat(operands, alpha, beta, again)
+        self._call = call
+        return out
 
-    def _keep(self, launch: Launch, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
-        """Keep a call for its repetition, unless those that were kept have been in vain."""
-        last, again = self._repeat, None
-        if last is not None:
-            self._patience = _PATIENCE if last.used else self._patience - 1
-        steps = getattr(launch.run, "__self__", None)
-        if hasattr(steps, "bind") and not launch.collides(addresses):
-            again = steps.bind(addresses, alpha, beta)
-        self._repeat = None if again is None or not self._patience else Repeat(operands, alpha, beta, again)
+    @staticmethod
+    def _note(launch: Launch, call: tuple, addresses: list) -> None:
+        """Remember a call, and the second time what it comes down to: most never come again."""
+        bound = launch.bound
+        if call not in bound:
+            if len(bound) >= _MAX_BOUND:
+                bound.clear()
+            bound[call] = None
+        elif not launch.collides(addresses):
+            bound[call] = launch.bind(addresses, *call[-2:])
 
     def _call_converted(self, operands: tuple, alpha: tuple, beta: tuple):
         """Run on arrays that need conversion, or in the emulator, which is too slow itself to need a cache."""
@@ -291,8 +306,9 @@ class Product:
         request = Request(self.function, self.options, named, addresses, self.names)
         dtype, out_dtype, sizes = self.check(request)
         empty = 0 in (*sizes.result, *named["b"].shape[:-2])
-        run = None if empty else self._steps(device, request, dtype, out_dtype, sizes).run
-        return Launch(device, sizes.result, dtypes.numpy(out_dtype), _overlaps(request), run)
+        steps = None if empty else self._steps(device, request, dtype, out_dtype, sizes)
+        run, bind = getattr(steps, "run", None), getattr(steps, "bind", None)
+        return Launch(device, sizes.result, dtypes.numpy(out_dtype), _overlaps(request), run, bind)
 
     # What a derived product changes. `further` are the operands beyond `ROLES`.
 
@@ -385,7 +401,7 @@ class Product:
             if self.is_plain and M == 1 and not tf32 and b_k_major and access_a == access_b == 16:
                 kernel, blocks = _gemm_gemv.plan(device, dtype, out_dtype, activation, sizes.cols)
                 grid = (blocks, 1, min(problem.batches, _MAX_GRID_Z))
-                return OneKernel(kernel, grid, (_gemm_gemv.THREADS, 1, 1), 0, shape, None)
+                return OneKernel(kernel, grid, (_gemm_gemv.THREADS, 1, 1), 0, shape, None, early=True)
             on_hopper = self.hopper(request, arguments, further, shape)
             if on_hopper is not None:
                 return on_hopper

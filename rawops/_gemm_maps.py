@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
+from rawops._gemm_sm90_specs import DIRECT
 from rawops._runtime import dtypes
 from rawops._runtime.tensormap import TensorMap
+
+SPAN = 128  # bytes of a swizzled row in shared memory, which is a block of K
 
 
 def k_major(x, mn: int, k: int, mn_stride: int, k_stride: int) -> bool | None:
@@ -54,3 +58,36 @@ def encode(device, describe: list, addresses: tuple) -> list[bytes]:
         device.bind_context()  # which a thread may not have yet, and the driver wants
         encode = TensorMap.encode_driver
     return [encode(d(address=address)) for d, address in zip(describe, addresses, strict=False)]
+
+
+def tensor_maps(device, operands: dict, problem, config, sizes: tuple, extents: tuple) -> Callable:
+    """Return a function from the addresses of a, b and out to the GemmMaps of a kernel; `sizes` are M, N, K.
+
+    problem and config are those of _gemm_sm90.py.
+    """
+    (M, N, K), (a, b, out) = sizes, (operands[role] for role in ("a", "b", "out"))
+    block_k = box = SPAN // problem.itemsize
+    b_rows = config.block_n // problem.parts if problem.b_k_major else box
+    a_rows = min(config.block_m, -(-M // 8) * 8) if problem.a_k_major else box
+    first, second = (a, (M, a.row), (K, a.col)), (b, (N, b.col), (K, b.row))
+    if problem.transposed:
+        first, second = second, first
+    describe = [
+        map_of(*first, problem.a_k_major, a_rows, block_k, extents),
+        map_of(*second, problem.b_k_major, b_rows, block_k, extents),
+    ]
+    if problem.finish != DIRECT:
+        cols = box_cols(config.share(problem), widest=config.pass_cols(problem))
+        describe.append(map_of(out, (M, out.row), (problem.N, out.col), True, config.rows, cols, extents))
+
+    @functools.lru_cache(maxsize=64)
+    def maps(a: int, b: int, out: int) -> bytes:
+        first, second = (b, a) if problem.transposed else (a, b)
+        return b"".join(encode(device, describe, (first, second, out))).ljust(3 * 128, b"\0")
+
+    return maps
+
+
+def box_cols(share: int, widest: int = 64) -> int:
+    """Return the width of the boxes that `share` columns of D leave in."""
+    return next(cols for cols in (64, 32, 16) if cols <= widest and share % cols == 0)

@@ -98,7 +98,9 @@ def plan(device, problem, described: dict, layouts: dict, extents: tuple) -> tup
     if is_packed or not (problem.kind.startswith("16-bit") or (problem.tf32 and on_hopper)):
         return {}, described
     wanted = 16 if on_hopper else 8
-    chosen = [r for r in ("a", "b") if layouts[r][1] < wanted or (problem.tf32 and not layouts[r][0])]
+    # TF32 wants a along K; a row-major b is the first operand of the transposes, unless it is gated.
+    along_k = ("a", "b") if layouts["b"][2] else ("a",)
+    chosen = [r for r in ("a", "b") if layouts[r][1] < wanted or (problem.tf32 and r in along_k and not layouts[r][0])]
     sizes = {"a": problem.M * problem.K, "b": problem.N * problem.K}
     copied = sum(sizes[r] * described[r].itemsize * math.prod(_distinct(described[r], extents)) for r in chosen)
     operations = 2 * problem.M * problem.N * problem.K * problem.batches

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rawops._gemm_maps import encode, k_major, map_of, movable
+from rawops._gemm_maps import SPAN, box_cols, encode, k_major, map_of, movable, tensor_maps
 from rawops._gemm_sm90_specs import (
     BIASED,
     BY_K,
@@ -34,7 +34,6 @@ from rawops._runtime.kernel import Function, ParamStruct
 BLOCK_K = 64
 _SWIGLU = 5  # Activation in epilogue.cuh
 
-_SPAN = 128  # bytes of a swizzled row in shared memory, which is a block of K
 _SLAB_BYTES = 4 * 16 * 32 * 4  # of a consumer's warps, for every finish but the plain one
 _MIN_STAGES = 3
 _RASTER_ROWS = 8, 16  # of up to 4096 rows, of more
@@ -86,6 +85,7 @@ class Problem:
     rank: int = 0
     grouped: bool = False
     straddles: bool = False
+    transposed: ClassVar[bool] = False
 
     @property
     def cost_of_tile(self) -> int:
@@ -93,7 +93,7 @@ class Problem:
 
     @property
     def k_blocks(self) -> int:
-        return -(-self.K * self.itemsize // _SPAN)
+        return -(-self.K * self.itemsize // SPAN)
 
     @property
     def clusters(self) -> tuple[int, ...]:
@@ -118,9 +118,16 @@ class Problem:
 
 
 class TF32Problem(Problem):
-    """One of float32 operands that TMA rounds: half as many fill a block of K, which takes as long."""
+    """One of float32 operands that TMA rounds: half as many fill a block of K, which takes as long.
+
+    An a that is not contiguous along K is a row-major b: the product is that of the transposes, M and N as it has them.
+    """
 
     itemsize: ClassVar[int] = 4
+
+    @property
+    def transposed(self) -> bool:
+        return not self.a_k_major
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ class Config:
     def stage_bytes(self, problem: Problem) -> int:
         """Shared memory of a stage: operands, scales, and the barriers `full` and `empty`."""
         rows = self.block_m + self.block_n + self.rides * problem.rank
-        return rows * _SPAN + problem.scale_bytes(self.block_m, self.block_n) + 16
+        return rows * SPAN + problem.scale_bytes(self.block_m, self.block_n) + 16
 
     def other_bytes(self, problem: Problem) -> int:
         """Shared memory beside the ring: lora_b, staging tiles and slabs of the consumers, further barriers."""
@@ -198,7 +205,8 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
     elif problem.rank:
         ways = [(cluster, False, rides) for cluster in (1, *CLUSTERS) for rides in (True, False)]
     else:
-        ways = [(1, False, False), (1, True, False), *((cluster, False, False) for cluster in problem.clusters)]
+        turns = [] if problem.transposed else [(1, True, False)]
+        ways = [(1, False, False), *turns, *((cluster, False, False) for cluster in problem.clusters)]
     ragged = 2 if problem.grouped else 1  # the last tile of a group is half empty on average
     heights = (64,) if problem.M <= 64 else (64, 128) if 128 * ragged >= problem.M else (128,)
     found = []
@@ -255,13 +263,13 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     cluster, rows = config.cluster, min(problem.M, config.block_m)
     columns = config.block_n + (problem.rank + _COST_OF_RIDING if config.rides else 0)
     if config.block_m == 128:
-        taken_in = (columns + config.block_m) * _SPAN
+        taken_in = (columns + config.block_m) * SPAN
         k_block = max(columns + _COST_OF_A, taken_in // _RING_BYTES)
         if problem.straddles:
             k_block = max(k_block, config.blocks * taken_in // _STRADDLING_BYTES)
     else:
         sm_bytes = _SM_BYTES if config.blocks > sm_count // 8 else 2 * _SM_BYTES
-        k_block = max((columns + config.block_m) * _SPAN // sm_bytes, _LATENCY // max(config.stages, 1))
+        k_block = max((columns + config.block_m) * SPAN // sm_bytes, _LATENCY // max(config.stages, 1))
     main_loop = -(-problem.k_blocks // cluster) * k_block
     slices = problem.rank // 16
     finish = problem.cost_of_tile + slices * (config.block_n // cluster * config.block_m // 200 + _COST_OF_SLICE)
@@ -389,32 +397,17 @@ def plan(
     else:
         spec, choices["ping_pong"] = SM90, config.ping_pong
     kernel = spec.kernel(device, **choices)
-    return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call)
+    early = low_rank is None and may_begin_early(config.blocks, device.sm_count)
+    return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call, early)
 
 
-def tensor_maps(device, operands: dict, problem: Problem, config: Config, sizes: tuple, extents: tuple) -> Callable:
-    """Return a function from the addresses of a, b and out to the kernel's GemmMaps; `sizes` are M, N, K."""
-    (M, N, K), (a, b, out) = sizes, (operands[role] for role in ("a", "b", "out"))
-    b_rows = config.block_n // problem.parts if problem.b_k_major else 64
-    a_rows = min(config.block_m, -(-M // 8) * 8) if problem.a_k_major else 64
-    block_k = _SPAN // problem.itemsize
-    describe = [
-        map_of(a, (M, a.row), (K, a.col), problem.a_k_major, a_rows, block_k, extents),
-        map_of(b, (N, b.col), (K, b.row), problem.b_k_major, b_rows, block_k, extents),
-    ]
-    if problem.finish != DIRECT:
-        box_cols = _box_cols(config.share(problem), widest=config.pass_cols(problem))
-        describe.append(map_of(out, (M, out.row), (problem.N, out.col), True, config.rows, box_cols, extents))
+def may_begin_early(blocks: int, sm_count: int) -> bool:
+    """Tell whether a launch is to come to its SMs while the one before still runs.
 
-    @functools.lru_cache(maxsize=64)
-    def maps(*addresses: int) -> bytes:
-        return b"".join(encode(device, describe, addresses)).ljust(3 * 128, b"\0")
-
-    return maps
-
-
-def _box_cols(share: int, widest: int = 64) -> int:
-    return next(cols for cols in (64, 32, 16) if cols <= widest and share % cols == 0)
+    Its blocks take the SMs that are idle then: all, or nearly none. In between they come to lie unevenly, which costs
+    more (1 to 4 us on an H200) than an early start spares (0.7 us).
+    """
+    return 2 * blocks <= sm_count or 16 * blocks >= 15 * sm_count
 
 
 def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: int) -> Callable:
@@ -432,7 +425,7 @@ def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: i
         of_a = map_of(a, (rank, a.col), (problem.K, a.row), a_k_major, step, BLOCK_K, (1, 1, 1))
     describe = [
         of_a,
-        map_of(b, (N, b.col), (rank, b.row), b_k_major, share if b_k_major else _box_cols(share), step, (1, 1, 1)),
+        map_of(b, (N, b.col), (rank, b.row), b_k_major, share if b_k_major else box_cols(share), step, (1, 1, 1)),
     ]
 
     @functools.lru_cache(maxsize=64)
@@ -455,7 +448,10 @@ def describe_problem(
     if low_rank is not None:
         majors += _majors(low_rank, N, K)
     wide = [*majors[1:2], *majors[3:]]  # of b and lora_b: where columns are contiguous, up must start on 16 bytes too
-    if None in majors or (a.itemsize != 2 and not all(majors)) or (parts == 2 and N // 2 % 8 and not all(wide)):
+    transposed = a.dtype == "tf32" and majors == [True, False] and parts == 1
+    if None in majors or (parts == 2 and N // 2 % 8 and not all(wide)):
+        return None
+    if a.itemsize != 2 and not all(majors) and not transposed:
         return None
     rank = 0
     if low_rank is not None:
@@ -467,7 +463,9 @@ def describe_problem(
         finish = STAGED if "c" in operands or "residual" in operands else finish
     kind = TF32Problem if a.dtype == "tf32" else Problem
     pitches = (a.row if majors[0] else a.col, b.col if majors[1] else b.row)
-    straddles = any(pitch * a.itemsize % _SPAN for pitch in pitches)
+    straddles = any(pitch * a.itemsize % SPAN for pitch in pitches)
+    if transposed:
+        return kind(N, M, K, math.prod(extents), False, True, DIRECT, straddles=straddles)
     return kind(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank, straddles=straddles)
 
 

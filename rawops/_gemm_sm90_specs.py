@@ -58,6 +58,7 @@ SM90 = spec_of(
     ("bfloat16", "bfloat16", 128, 256, 3, True, True, 5, BIASED, False),
     ("bfloat16", "float32", 128, 208, 5, True, True, 0, DIRECT, False),
     ("float32", "float32", 128, 256, 4, True, True, 0, DIRECT, False),
+    ("float32", "float32", 128, 256, 4, False, True, 0, DIRECT, False),
     ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, False),
     ("float16", "float16", 64, 256, 5, True, False, 0, PLAIN, True),
 )

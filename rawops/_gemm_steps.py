@@ -22,7 +22,7 @@ class Repeat:
     """
 
     def __init__(self, operands: tuple, alpha: tuple, beta: tuple, launch: Callable[[], None]) -> None:
-        self.launch, self.used = launch, False
+        self.launch = launch
         self._scalars = alpha, beta
         self._ids = tuple(map(id, operands))
         self._shapes = [x.shape for x in operands if x is not None]
@@ -54,20 +54,23 @@ class OneKernel:
     shared_bytes: int
     shape: bytes
     tail: Callable[[tuple, list], tuple[bytes, object]] | None
+    early: bool = False  # see _gemm_sm90.Plan
 
     def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
         params, _kept = pack_call(addresses, alpha, beta, self.shape), None
         if self.tail is not None:
             further, _kept = self.tail(operands, addresses)
             params += further
-        self.kernel.launch(self.grid, self.block, (params,), self.shared_bytes)
+        self.kernel.launch(self.grid, self.block, (params,), self.shared_bytes, self.early)
 
-    def bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None] | None:
-        """Return the launch alone, for the same call again; None where there is more to do than that."""
-        if self.tail is not None:
-            return None
+    @property
+    def bind(self) -> Callable[[list, tuple, tuple], Callable[[], None]] | None:
+        """What returns the launch alone, for the same call again; None where there is more to do than that."""
+        return self._bind if self.tail is None else None
+
+    def _bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None]:
         values = (pack_call(addresses, alpha, beta, self.shape),)
-        return lambda: self.kernel.launch(self.grid, self.block, values, self.shared_bytes)
+        return self.kernel.bind(self.grid, self.block, values, self.shared_bytes, self.early)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class SplitK:
         splits, _, row_stride = self.slices
         self.partial.run(operands, [*addresses[:2], workspace, 0, 0, 0, *addresses[6:]], alpha, ZERO)
         params = pack_call(addresses, alpha, beta, self.shape)
-        self.reduce.launch(self.grid, (REDUCE_THREADS, 1, 1), (params, workspace, splits, row_stride))
+        self.reduce.launch(self.grid, (REDUCE_THREADS, 1, 1), (params, workspace, splits, row_stride), early=True)
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,13 @@ class OnHopper:
         low_rank, _kept = ((), None) if self.tail is None else self.tail(operands, addresses)
         self.plan.run(*addresses[:3], pack_call(addresses, alpha, beta, self.shape), *low_rank)
 
-    def bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None] | None:
+    @property
+    def bind(self) -> Callable[[list, tuple, tuple], Callable[[], None]] | None:
         """As for OneKernel."""
-        if self.tail is not None:
-            return None
+        return self._bind if self.tail is None else None
+
+    def _bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None]:
         plan, block = self.plan, (self.plan.config.threads, 1, 1)
         params = pack_call(addresses, alpha, beta, self.shape)
         values = plan.maps(*addresses[:3]), params, plan.config.raster_rows
-        return lambda: plan.kernel.launch(plan.grid, block, values, plan.shared_bytes)
+        return plan.kernel.bind(plan.grid, block, values, plan.shared_bytes, plan.early)

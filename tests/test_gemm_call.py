@@ -9,7 +9,7 @@ import rawops
 from rawops import _gemm_maps
 from rawops._gemm_call import Product, scalars
 from rawops._gemm_operands import Options
-from rawops._gemm_steps import ZERO
+from rawops._gemm_steps import ONE, ZERO
 from rawops._runtime import arrays
 
 
@@ -106,7 +106,7 @@ def test_a_result_over_an_input_is_found(prepared):
 
 @pytest.fixture
 def repeated(prepared, monkeypatch):
-    """The product of `prepared`, and the calls that were made again without a look at their arrays."""
+    """The product of `prepared`, and the calls that were made again as a launch alone."""
     product, _ = prepared
     again = []
     bind = lambda self, addresses, *scalars: lambda: again.append((addresses, *scalars))  # noqa: E731
@@ -115,18 +115,18 @@ def repeated(prepared, monkeypatch):
 
 
 def test_the_same_arrays_are_launched_again(repeated):
+    """From the third time on, with other calls in between or not."""
     product, again = repeated
     x = tuple(operands().get(role) for role in product.roles)
     y = (Native((4, 8), address=1 << 22), *x[1:])
-    for call in (x, x, x):
+    for call in (x, x, y, y, x, y, x, y, y, y, y):
         assert product(call) is x[2]
-    assert len(again) == 2
-    product(x, (0, 2.0, 0))
-    product(y, (0, 2.0, 0))
-    assert len(again) == 2
-    product(y, (0, 2.0, 0))
-    assert len(again) == 3
-    assert again[-1] == ([1 << 22, 1 << 20, 1 << 24, 0, 0, 0], (0, 2.0, 0), ZERO)
+    first, second = (([address, 1 << 20, 1 << 24, 0, 0, 0], ONE, ZERO) for address in (1 << 20, 1 << 22))
+    assert again == [first, second, first, second, second, second, second]
+    assert product._repeat.is_of(y, ONE, ZERO)
+    for _ in range(3):
+        product(y, (0, 2.0, 0))
+    assert again[7:] == [(second[0], (0, 2.0, 0), ZERO)]
     y[0].shape = (4, 8, 1)  # in place, as CuPy's arrays may
     with pytest.raises(ValueError, match="gemm"):
         product(y, (0, 2.0, 0))
@@ -135,7 +135,9 @@ def test_the_same_arrays_are_launched_again(repeated):
 def test_an_array_that_died_is_not_launched_again(repeated):
     product, again = repeated
     x = [operands().get(role) for role in product.roles]
-    product(tuple(x))
+    for _ in range(4):
+        product(tuple(x))
+    assert len(again) == 2
     number = id(x[0])
     x[0] = None
     found = [Native((4, 8), address=1 << 22) for _ in range(100)]  # one of them has the identity of the dead
@@ -143,19 +145,27 @@ def test_an_array_that_died_is_not_launched_again(repeated):
         if id(a) == number:
             x[0] = a
             product(tuple(x))
-    assert not again
+    assert len(again) == 2
 
 
-def test_a_product_gives_up_on_calls_that_never_come_again(repeated):
+def test_calls_that_never_come_again_are_forgotten(repeated):
     product, again = repeated
-    for call in range(12):
+    for call in range(600):
         x = operands(a=Native((4, 8), address=(call + 9) << 22))
         product(tuple(x.get(role) for role in product.roles))
-    same = tuple(x.get(role) for role in product.roles)
+    (launch,) = product._launches.values()
+    assert not again and product._repeat is None
+    assert len(launch.bound) <= 256
+
+
+def test_a_result_over_an_input_is_never_a_launch_alone(repeated):
+    product, _ = repeated
+    x = tuple(operands(a=Native((4, 8), address=(1 << 24) + 16)).get(role) for role in product.roles)
+    key, addresses = arrays.signature(x)
+    launch = product._launch_of(key, x, addresses)
     for _ in range(3):
-        product(same)
-    assert not again
-    assert product._repeat is None
+        product._note(launch, (*addresses, ONE, ZERO), addresses)
+    assert set(launch.bound.values()) == {None}
 
 
 def test_a_thread_has_a_context_before_it_encodes_maps(monkeypatch):

@@ -231,6 +231,48 @@ def test_rows_that_straddle_lines_are_read_by_fewer_blocks():
     assert (odd.block_n, odd.blocks) == (128, 64)
 
 
+def test_launches_begin_early_where_they_come_to_lie_evenly():
+    assert [blocks for blocks in (1, 66, 67, 100, 123, 124, 132) if sm90.may_begin_early(blocks, 132)] == [
+        1,
+        66,
+        124,
+        132,
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M, N", [(1, 4096), (16, 6144), (64, 4096), (128, 2048), (1000, 1000)])
+def test_a_launch_waits_for_the_one_before(hopper, M, N):
+    """In a graph with nothing else between them: each reads what the last one wrote, and writes over what that read."""
+    import cupy
+
+    def random(*shape):
+        return cupy.random.standard_normal(shape, dtype="float32")
+
+    weights = [(random(N, N) / N**0.5).astype(FLOAT16) for _ in range(4)]
+    x, y, z = random(M, N).astype(FLOAT16), cupy.empty((M, N), FLOAT16), cupy.empty((M, N), FLOAT16)
+    op = rawops.Gemm(M, N, N, "float16")
+
+    def chain(wait) -> None:
+        inputs = x
+        for i in range(24):
+            out = (y, z)[i % 2]
+            op(inputs, weights[i % 4].T, out=out)
+            wait()
+            inputs = out
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        chain(stream.synchronize)
+        want = z.get()
+        stream.begin_capture()
+        chain(lambda: None)
+        graph = stream.end_capture()
+        for _ in range(10):
+            y.fill(0), z.fill(0)
+            graph.launch()
+            np.testing.assert_array_equal(z.get(stream).view("uint16"), want.view("uint16"))
+
+
 @pytest.mark.parametrize("M, N, K", [(64, 4096, 4096), (64, 6144, 4096), (64, 4096, 14336), (64, 28672, 4096)])
 @pytest.mark.parametrize("k_major", [True, False])
 def test_decoding_keeps_the_memory_busy(M, N, K, k_major):

@@ -28,6 +28,22 @@ def test_exact(hopper, force, rng, tile, K):
     assert ran_on_hopper(hopper)
 
 
+@pytest.mark.parametrize("tile", [(128, 64, 1), (64, 128, 2), (64, 48, 1), (128, 80, 1)], ids=str)
+@pytest.mark.parametrize("K", [36, 164])
+def test_a_row_major_b_is_read_as_it_is(hopper, force, rng, tile, K):
+    """The tile is one of D's transpose, for every row and column, and every epilogue."""
+    block_m, block_n, cluster = tile
+    force(block_n, block_m=block_m, cluster=cluster)
+    a, b, c, bias = integers(rng, 2, 70, K), integers(rng, K, 140), integers(rng, 70, 140), integers(rng, 140)
+    out = hopper.guarded((2, 70, 140), FLOAT32)
+    options = {"alpha": 2.0, "beta": -3.0, "bias": hopper.put(bias), "activation": "relu", "precision": "tf32"}
+    gemm(padded(hopper, a, "row"), padded(hopper, b, "row"), hopper.put(c), out=out, **options)
+    want = np.maximum(2 * (a.astype(int) @ b.astype(int)) - 3 * c.astype(int) + bias.astype(int), 0)
+    np.testing.assert_array_equal(hopper.get(out), want)
+    assert ran_on_hopper(hopper)
+    assert not hopper.report or len(hopper.report) == 1
+
+
 @pytest.mark.parametrize("layouts", [("row", "row"), ("col", "row"), ("col", "col")], ids="-".join)
 def test_other_layouts_are_copied(hopper, monkeypatch, rng, layouts):
     monkeypatch.setattr(_gemm_repack, "pays", lambda *_: True)

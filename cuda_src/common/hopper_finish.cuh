@@ -1,5 +1,6 @@
 // The way of a tile of the Hopper GEMM from the accumulators to D.
 #pragma once
+#include "hopper_tf32.cuh"
 #include "hopper_tile.cuh"
 
 namespace rawops {
@@ -142,6 +143,25 @@ __device__ inline void fill_slab(const typename Tile::Finished& acc, const typen
     }
 }
 
+// The same for a tile of D's transpose, whose slab has rows of D in its columns: row and col are those of D.
+template <class Tile, class Visit>
+__device__ inline void visit_transposed(char* slab, int begin, const Consumer& self, Visit visit) {
+    using Value = typename Tile::Epilogue::Value;
+    const int group = self.lane() % 4, first = TransposedRows::row(group);
+    const int col = TransposedRows::col(self.warp_row() / 16, group);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = i * 8 + self.lane() / 4;
+        if (begin + row >= Tile::SHARE) continue;
+        typename Tile::Epilogue::Group value, up = {};
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            value[v] = *reinterpret_cast<Value*>(slab + Tile::Slab::offset(first + v % 2 * 8 + v / 2, row));
+        }
+        visit(begin + row, col, value, up);
+    }
+}
+
 // Calls visit(row, col, value, up) for groups of neighbouring columns of a pass. The loop is not unrolled: an epilogue is
 // long.
 template <class Tile, class Visit>
@@ -163,6 +183,10 @@ __device__ inline void for_each_group(const typename Tile::Finished& acc, const 
             }
         }
         __syncwarp();
+        if constexpr (Tile::kTransposed) {
+            visit_transposed<Tile>(slab, begin, self, visit);
+            continue;
+        }
 #pragma unroll
         for (int i = 0; i < 16 * GROUPS / kWarpSize; ++i) {
             const int group = i * kWarpSize + lane, row = group / GROUPS, col = group % GROUPS * WIDTH;
@@ -239,7 +263,8 @@ __device__ inline void finish_work(const typename Tile::Finished& acc, const typ
     if constexpr (Tile::kFinish == kDirect) {
         using Group = typename Tile::Epilogue::Group;
         for_each_group<Tile>(acc, factors, self, [&](int row, int col, Group& value, Group& up) {
-            epilogue.finish(work.m + self.row + row, work.n + col, value, up);
+            if constexpr (Tile::kTransposed) epilogue.finish(work.n + row, work.m + self.row + col, value, up);
+            else epilogue.finish(work.m + self.row + row, work.n + col, value, up);
         });
         return;
     }

@@ -12,11 +12,14 @@
 #pragma once
 #include "hopper_finish.cuh"
 #include "hopper_low_rank.cuh"
+#include "hopper_tf32.cuh"
 
 namespace rawops {
 
 struct GemmMaps {
-    TensorMap a, b, d;  // axes from the outermost: three of the batch, then the two of the matrix as they lie in memory
+    // Axes from the outermost: three of the batch, then the two of the matrix as they lie in memory. Of a transposed tile
+    // a and b are in each other's place.
+    TensorMap a, b, d;
 };
 
 // Shared addresses of what producer and consumers pass each other.
@@ -112,12 +115,14 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
 #pragma unroll 1
     for (int index = schedule.first; index < schedule.count; index += schedule.step) {
         const Work work = schedule.at(index);
-        const TensorCoordinates a = work.matrix_of(shape.a), b = work.matrix_of(shape.b);
+        const TensorCoordinates a = work.matrix_of(Tile::kTransposed ? shape.b : shape.a);
+        const TensorCoordinates b = work.matrix_of(Tile::kTransposed ? shape.a : shape.b);
         auto load_b = [&](int block, uint32_t stage, uint32_t full) {
             const int k = (schedule.first_block + block) * Tile::BLOCK_K;
             load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(stage + Tile::A_BYTES, maps.b, b, work.n, k, full,
                                                                      shape.epilogue.cols);
         };
+        if (Tile::kWaits && index == schedule.first) await_launch_before();
         int ahead = 0;
         if constexpr (LowRank::kSorted && !LowRank::kInOrder) {
             if (index == schedule.first) {  // a is being sorted, b is there
@@ -140,7 +145,8 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
                 barrier_arrive_expect(full, bytes);
                 load_b(block, stage, full);
             }
-            load_operand<Tile::kAKMajor, Tile::BLOCK_M>(stage, maps.a, a, work.m, k, full);
+            load_operand<Tile::kAKMajor, Tile::BLOCK_M, 1, Tile::SPAN / Tile::ITEM_BYTES>(stage, maps.a, a, work.m, k,
+                                                                                          full);
             if constexpr (LowRank::kPacked) {
                 tma_load(stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {0, k / 8, 0, 0, 0}, full);
             } else if constexpr (LowRank::kRides) {
@@ -270,6 +276,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
     RingPosition<Tile::STAGES> slot;
     slot.skip(begin * k_blocks);
     clear_missing<Tile>(exchange.ring, params.shape.M, self);
+    if constexpr (Tile::kWaits) await_launch_before();
 #pragma unroll 1
     for (int index = schedule.first + begin * schedule.step; index < schedule.count; index += TURNS * schedule.step) {
         typename Tile::Accumulators acc;
@@ -296,6 +303,8 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
         if constexpr (Tile::Scaling::kPromotes) {
             Tile::Scaling::template multiply<Tile>(acc, params, work, schedule.first_block, slot, k_blocks, exchange, self);
+        } else if constexpr (Tile::kTransposed) {
+            multiply_transposed<Tile>(acc, slot, k_blocks, exchange, self);
         } else {
             multiply_stages<Tile>(acc, y, slot, k_blocks - apart, exchange, self, [&] { read_made_y(0); }, apart > 0);
         }
@@ -333,7 +342,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         turn_phase ^= 1;
     }
     if (self.leads()) tma_store_wait_read();  // the block's memory ends with it
-    await_launch_before();  // if this one has not: the next launch waits for this one alone
+    if constexpr (!Tile::kWaits) await_launch_before();  // the next launch waits for this one alone
 }
 
 // What the block is to do; a grouped product looks at its offsets first.
@@ -347,6 +356,13 @@ __device__ inline Schedule<Tile> schedule_of(const GemmShape& shape, int raster_
     } else {
         return {shape, raster_group, k_blocks};
     }
+}
+
+// Whether a block can find its tiles before it may read what the launch before writes: the way there takes a while, most
+// of it for the parameters to arrive.
+template <class Tile, class Params> __device__ inline bool begins_early(const Params& params) {
+    if constexpr (Tile::kGrouped || !is_same<typename Tile::Scaling, NoScaling>) return false;
+    else return params.call.alpha.pointer == nullptr;
 }
 
 // The body of the kernels. With a cluster, the grid has a block for every slice of every tile.
@@ -363,7 +379,7 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         if (Tile::kFinish != kDirect) prefetch_tensor_map(maps.d);
     }
     __syncthreads();
-
+    if (Tile::kWaits && !begins_early<Tile>(params)) await_launch_before();
     const float alpha = Tile::Scaling::factor(params);
     const int k_blocks = alpha == 0 ? 0 : ceil_div(params.shape.K, Tile::BLOCK_K);  // 0: a and b are not read
     const Schedule<Tile> schedule = schedule_of<Tile>(params.shape, raster_group, k_blocks, groups, shared);

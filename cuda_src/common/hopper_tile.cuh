@@ -98,10 +98,13 @@ struct HopperTile {
     static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
     static constexpr int kFinish = kFinish_;
     static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_;
+    // For the launch before, at the start. A low-rank part waits where it reads what was made for it.
+    static constexpr bool kWaits = LowRank::RANK == 0 && !LowRank::kSorted;
     static constexpr int CONSUMERS = kPingPong || BLOCK_M == 128 ? 2 : 1;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     using OperandA = WgmmaOperand<kAKMajor, BLOCK_K, 128, ITEM_BYTES>;
     using OperandB = WgmmaOperand<kBKMajor, BLOCK_K, 128, ITEM_BYTES>;
+    static constexpr bool kTransposed = is_same<T, float> && !kAKMajor;  // of D, see hopper_tf32.cuh
     static constexpr int K_STEPS = 4, ATOMS_M = kPingPong ? BLOCK_M / 64 : 1;  // 64 rows each
     static constexpr int ROWS = ATOMS_M * 64;                                             // of a consumer
     // A gated tile holds BLOCK_N / 2 columns of the gate, then the same columns of up: one thread has both.
@@ -145,6 +148,7 @@ struct HopperTile {
                   "accumulators fit in the registers of a consumer, and a sum beside them if there is one");
     static_assert(kFinish == kDirect || sizeof(Out) == 2, "staged elements have 16 bits");
     static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
+    static_assert(!kTransposed || (kFinish == kDirect && !kPingPong && PARTS == 1), "one way out, whole rows of D");
     static_assert(!kPingPong || (CLUSTER == 1 && LowRank::RANK == 0), "these have one order of tiles for all");
     static_assert(CLUSTER == 1 || is_same<Value, float>, "partial sums are float32");
     static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::kRides * LowRank::RANK) * 4 <= LORA_B_AT,
@@ -176,8 +180,8 @@ public:
           first_block(0),
           k_blocks(k_blocks_),
           shape(shape_),
-          tiles_m(ceil_div(shape_.M, Tile::BLOCK_M)),
-          tiles_n(ceil_div(shape_.epilogue.cols, Tile::COLS)),
+          tiles_m(ceil_div(Tile::kTransposed ? shape_.epilogue.cols : shape_.M, Tile::BLOCK_M)),
+          tiles_n(ceil_div(Tile::kTransposed ? shape_.M : shape_.epilogue.cols, Tile::COLS)),
           group(group_) {
         count = tiles_m * tiles_n * shape.batches;
         if constexpr (Tile::CLUSTER > 1) {

@@ -10,6 +10,7 @@ import math
 import struct
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,31 @@ class CudaFunction:
             if elsewhere:
                 device.set_current(current)
 
+    def bind(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> Callable[[], None]:
+        """Return a function that makes this launch: as `launch`, but the arguments are packed once and for all."""
+        buffer, pointers = self._layout.new_buffer()
+        self._pack_into(buffer, 0, *values)
+        if shared_bytes > self._shared_limit:
+            self._opt_in(shared_bytes)
+        device, ordinal, local = self.device, self._ordinal, self._local
+        get_current, get_stream, table = device.get_current, device.get_stream, ctypes.addressof(pointers)
+        fixed = (self._pointer, *grid, *block, shared_bytes)
+        if early and device.capability >= 90:
+            launch_on = device.launch_early.bind(*fixed, arguments=table)
+        else:
+            launch_kernel = device.launch_kernel
+
+            def launch_on(stream: int) -> None:
+                launch_kernel(*fixed, stream, table, 0)
+
+        def launch(_kept=(buffer, pointers)) -> None:
+            if get_current() == ordinal and hasattr(local, "arguments"):  # else this thread may lack the context
+                launch_on(get_stream().ptr)
+            else:
+                self.launch(grid, block, values, shared_bytes, early)
+
+        return launch
+
     def _new_arguments(self) -> tuple:
         self.device.bind_context()
         buffer, pointers = self._layout.new_buffer()
@@ -219,6 +245,21 @@ class EarlyLaunch:
         status = self._launch(self._CONFIG.pack(*sizes, stream, self._attributes, 1), function, arguments, extra)
         if status:
             raise self._error(status)
+
+    def bind(self, function: int, *sizes: int, arguments: int) -> Callable[[int], None]:
+        """Return a function that makes one launch on a stream."""
+        configs = {}
+
+        def launch_on(stream: int) -> None:
+            config = configs.get(stream)
+            if config is None:
+                configs[stream] = config = self._CONFIG.pack(*sizes, stream, self._attributes, 1)
+            status = launch(config, function, arguments, None)
+            if status:
+                raise self._error(status)
+
+        launch = self._launch
+        return launch_on
 
 
 def check_shared(device, compiled: compiler.Compiled, shared_bytes: int) -> None:

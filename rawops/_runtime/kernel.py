@@ -6,7 +6,7 @@ import itertools
 import struct
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
@@ -142,6 +142,18 @@ class Function:
                     loaded = self.device.load(compiled)
             finally:
                 self._use(loaded)  # the last good one if the source does not compile, which is raised once
+
+    def bind(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> Callable[[], None]:
+        """Return a function that makes one launch on a GPU again and again, with the kernel as it is then."""
+        usual, launch = self.launch, self.loaded.bind(grid, block, values, shared_bytes, early)
+
+        def again() -> None:
+            if self.launch is usual:
+                launch()
+            else:  # a source was edited
+                self.launch(grid, block, values, shared_bytes, early)
+
+        return again
 
     def _use(self, loaded) -> None:
         self.loaded, self.launch, self.outdated = loaded, loaded.launch, False
