@@ -165,24 +165,32 @@ private:
         int block = uniform(exchange.work.at(slot_work).keys.end) - 1;
         bool is_last = block == uniform(exchange.work.at(slot_work).keys.first);
         bool is_tainted = begin(s, p, softmax, exchange.work.at(slot_work), block, is_last);
-        bool accumulates = false;  // there is something in o
+        set_zero(o);
 #pragma unroll 1
         while (true) {
             if (is_tainted) {
-                if (!accumulates) set_zero(o);
-                accumulates = true;
                 take_nonfinite(o, exchange.work.at(slot_work), block);
+            } else if (kIsBare) {
+                const AttentionTask& work = exchange.work.at(slot_work);
+                const int left = uniform(block - work.keys.first), plain = uniform(work.plain_below(block));
+                // Those that all rows see, and nothing to be asked between one and the next: most of the time goes here.
+#pragma unroll 1
+                for (int i = 0; i < plain; ++i) {
+                    begin_step(s, o, p);
+                    wgmma_wait<1>();
+                    hold(s);
+                    release_keys(i + 1 == left);
+                    finish_step(s, o, p, softmax, scale_of(work));
+                }
+                block -= plain;
+                is_last = plain == left;
             }
             const bool turns_over = is_last;
             bool stops = false;
             if (turns_over) stops = !goes_on_after(slot_work);
             if (uniform(stops)) break;  // said again, since the compiler forgets it over the wait in between
             if (turns_over) await_q();
-            await_keys();
-            await_turn();
-            multiply_keys(s);
-            multiply_values(o, p, accumulates);
-            end_turn();
+            begin_step(s, o, p);
             // While the products run; afterwards, shared memory is too far away.
             const AttentionTask& work = exchange.work.at(turns_over ? after(slot_work) : slot_work);
             block = (turns_over ? uniform(work.keys.end) : block) - 1;
@@ -197,26 +205,41 @@ private:
                 hold(o);
                 finish(slot_work, o, softmax);
                 softmax = Softmax();
+                set_zero(o);
             }
             if (!kPlain || !is_plain) finish_scores(s, work, block);
-            float correction[2];
-            const bool moves = softmax.add(s, scale_of(work), correction);
-            wgmma_wait<0>();
-            hold(o);
-            release_values(before(before(slot)));
-            accumulates = !turns_over;
-            if (moves) {
-#pragma unroll
-                for (int i = 0; i < Tile::DV / 2; ++i) o[i] *= correction[i / 2 % 2];
-            }
-            AttentionAtom<T>::narrow(p, s);
+            finish_step(s, o, p, softmax, scale_of(work));
             if constexpr (kDrops) drop(p, work, block);
         }
-        multiply_values(o, p, accumulates);
+        multiply_values(o, p);
         wgmma_wait<0>();
         hold(o);
         release_values(before(slot));
         finish(slot_work, o, softmax);
+    }
+
+    // Issues the scores of the next keys and the product of these weights with their values.
+    __device__ void begin_step(typename Tile::Scores& s, typename Tile::Output& o, const typename Tile::Weights& p) const {
+        await_keys();
+        await_turn();
+        multiply_keys(s);
+        multiply_values(o, p);
+        end_turn();
+    }
+
+    // Turns scores into weights, beside the product with earlier ones, and then brings the sum of these to the same base.
+    __device__ void finish_step(typename Tile::Scores& s, typename Tile::Output& o, typename Tile::Weights& p,
+                                Softmax& softmax, float scale) {
+        float correction[2];
+        const bool moves = softmax.add(s, scale, correction);
+        wgmma_wait<0>();
+        hold(o);
+        release_values(before(before(slot)));
+        if (moves) {
+#pragma unroll
+            for (int i = 0; i < Tile::DV / 2; ++i) o[i] *= correction[i / 2 % 2];
+        }
+        AttentionAtom<T>::narrow(p, s);
     }
 
     // The first block of the first tile: its weights. Tells whether its values are to be looked at one by one.
@@ -304,6 +327,7 @@ private:
 
     static constexpr bool kDrops = (Tile::kScore & kScoreDropout) != 0;
     static constexpr bool kPlain = (Tile::kScore & ~kScoreDropout) == 0;
+    static constexpr bool kIsBare = Tile::kScore == 0;  // nothing becomes of scores that all rows see, nor of weights
 
     const AttentionParams& params;
     const AttentionExchange<Tile>& exchange;
@@ -351,8 +375,8 @@ private:
         wgmma_commit();
     }
 
-    // Issues o += p @ v, or o = p @ v, with the values that go with the keys before those of `slot`.
-    __device__ void multiply_values(typename Tile::Output& o, const typename Tile::Weights& p, bool accumulates) const {
+    // Issues o += p @ v with the values that go with the keys before those of `slot`.
+    __device__ void multiply_values(typename Tile::Output& o, const typename Tile::Weights& p) const {
         using Operand = typename Tile::OperandV;
         const RingPosition<Tile::STAGES> at = before(slot);
         const uint64_t v = Operand::descriptor(exchange.v + at.stage * Tile::V_BYTES);
@@ -360,7 +384,7 @@ private:
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Tile::BLOCK_N * Tile::ITEM / 32; ++step) {
-            AttentionAtom<T>::template multiply_values<Tile>(o, p[step], v, step, step > 0 || accumulates);
+            AttentionAtom<T>::template multiply_values<Tile>(o, p[step], v, step, true);
         }
         wgmma_commit();
     }

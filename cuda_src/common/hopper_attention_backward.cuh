@@ -24,6 +24,7 @@ struct QueryTile {
     int first_key, row;    // of the warpgroup and of the tile
     int head, place;       // the place is among all tiles
     bool accumulate;       // it is not the first one
+    bool begins, goes_on;  // nothing of it has been made yet; the next one is as it comes
 };
 
 // A consumer warpgroup: what those of all tiles do alike.
@@ -112,11 +113,13 @@ protected:
             now.is_masked = tile < whole_first || tile >= whole_end;
             now.row = tile * Tile::BLOCK_M;
             now.accumulate = i > 0;
+            now.begins = i == 0 || tile == cut_tile;
+            const int next = tile + 1 == tiles.end ? tiles.first : tile + 1;
+            now.goes_on = i + 1 < steps && next != cut_tile;
             step(now);
             slot.advance();
             ++now.place;
-            if (++tile == tiles.end) {  // on to the next head of the group
-                tile = tiles.first;
+            if ((tile = next) == tiles.first) {  // on to the next head of the group
                 now.place += backward.q_tiles - (tiles.end - tiles.first);
                 ++now.head;
             }

@@ -55,8 +55,9 @@ public:
         this->take([&](const AttentionBlock& work) {
             const int first_key = work.tile * Tile::BLOCK_N;
             Gradient dv;
+            Scores s;
             const bool is_seen =
-                this->pass(work, first_key, [&](const QueryTile& queries) { step_values(dv, work, queries); });
+                this->pass(work, first_key, [&](const QueryTile& queries) { step_values(dv, s, work, queries); });
             if (!is_seen) this->clear(dv);
             this->store_dv(dv, work, this->own_key(first_key));
         });
@@ -66,8 +67,9 @@ public:
         this->take([&](const AttentionBlock& work) {
             const int first_key = work.tile * Tile::BLOCK_N;
             Gradient dk;
+            Scores ds;
             const bool is_seen =
-                this->pass(work, first_key, [&](const QueryTile& queries) { step_keys(dk, work, queries); });
+                this->pass(work, first_key, [&](const QueryTile& queries) { step_keys(dk, ds, work, queries); });
             if (!is_seen) this->clear(dk);
             this->store_dk(dk, work, this->own_key(first_key));
         });
@@ -82,13 +84,13 @@ private:
         return exchange.shared + Tile::P_AT + (step * kWarpGroupSize + thread) * 16;
     }
 
-    __device__ void step_values(Gradient& dv, const AttentionBlock& work, const QueryTile& queries) {
-        Scores s;
+    __device__ void step_values(Gradient& dv, Scores& s, const AttentionBlock& work, const QueryTile& queries) {
         Weights p, by_score;
-        barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
-        this->multiply_keys(s, exchange.shared + Tile::K_AT, this->q());
-        wgmma_wait<0>();
-        hold(s);
+        if (queries.begins) {
+            multiply_scores(s, slot);
+            wgmma_wait<0>();
+            hold(s);
+        }
         this->make_weights(s, p, by_score, work, queries);
 #pragma unroll
         for (int step = 0; step < Tile::BLOCK_M / 16; ++step) store_quad(weights_at(step), by_score[step]);
@@ -101,19 +103,21 @@ private:
         add_queries(queries.place, [&] {
             hold(dv);
             if (leads()) barrier_arrive(exchange.dout_barriers.empty(slot.stage));
+            multiply_scores(s, queries.goes_on ? after(slot) : slot, queries.goes_on);
         });
+        hold(s);
     }
 
-    __device__ void step_keys(Gradient& dk, const AttentionBlock& work, const QueryTile& queries) {
-        Scores ds_values;
+    __device__ void step_keys(Gradient& dk, Scores& ds_values, const AttentionBlock& work, const QueryTile& queries) {
         Weights by_score, ds_narrow;
-        barrier_wait(exchange.dout_barriers.full(slot.stage), slot.phase);
-        this->multiply_keys(ds_values, exchange.shared + Tile::V_AT, this->dout());
-        barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
-        wgmma_wait<0>();
-        hold(ds_values);
+        if (queries.begins) {
+            multiply_derivatives(ds_values, slot);
+            wgmma_wait<0>();
+            hold(ds_values);
+        }
         this->sync();
         if (leads()) barrier_arrive(exchange.dout_barriers.empty(slot.stage));
+        barrier_wait(exchange.q_barriers.full(slot.stage), slot.phase);
         sync_group<kBoth>(kWeightsId);
 #pragma unroll
         for (int step = 0; step < Tile::BLOCK_M / 16; ++step) {
@@ -130,7 +134,20 @@ private:
         add_queries(queries.place, [&] {
             hold(dk);
             if (leads()) barrier_arrive(exchange.q_barriers.empty(slot.stage));
+            multiply_derivatives(ds_values, queries.goes_on ? after(slot) : slot, queries.goes_on);
         });
+        hold(ds_values);
+    }
+
+    // Issues k @ q^T, and v @ dout^T. Where there is no next tile, of what happens to lie there, since a condition costs
+    // registers.
+    __device__ void multiply_scores(Scores& s, const RingPosition<Tile::STAGES>& at, bool exists = true) const {
+        if (exists) barrier_wait(exchange.q_barriers.full(at.stage), at.phase);
+        this->multiply_keys(s, exchange.shared + Tile::K_AT, exchange.shared + Tile::Q_AT + at.stage * Tile::Q_BYTES);
+    }
+    __device__ void multiply_derivatives(Scores& ds, const RingPosition<Tile::STAGES>& at, bool exists = true) const {
+        if (exists) barrier_wait(exchange.dout_barriers.full(at.stage), at.phase);
+        this->multiply_keys(ds, exchange.shared + Tile::V_AT, exchange.shared + Tile::DOUT_AT + at.stage * Tile::Q_BYTES);
     }
 
     // Makes the warpgroup's half of dq's columns, one box of them after the other, for want of registers, and adds them
@@ -147,7 +164,8 @@ private:
                 release();
                 if constexpr (Tile::kInTurn) sync_group<kTurnThreads>(kTurnId + number);
             }
-            wgmma_wait<0>();
+            if (box == 0) wgmma_wait<1>();
+            else wgmma_wait<0>();
             hold(part);
 #pragma unroll
             for (int i = 0; i < Tile::BOX / 2; i += 4) {

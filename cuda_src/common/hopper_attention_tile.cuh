@@ -193,6 +193,10 @@ struct AttentionTask : AttentionBlock {
                  Tile::visible(params.shape, *this, row).end / Tile::BLOCK_N};
     }
     __device__ bool has_keys() const { return keys.first < keys.end; }
+    // How many blocks of `plain` come after `block`, one below the other.
+    __device__ int plain_below(int block) const {
+        return block > plain.end ? 0 : max_of(block - max_of(keys.first, plain.first), 0);
+    }
 };
 
 template <class Tile> struct AttentionExchange {
