@@ -153,8 +153,8 @@ private:
             const AttentionShape& shape = params.shape;
             const int thread = threadIdx.x;
             const uint32_t tile_k = shared + TileQ::BYTES + stage * STAGE_BYTES, tile_v = tile_k + TileK::BYTES;
-            fetch_rows<TileK, ACCESS, THREADS>(tile_k, work.k, key, block.k_len, shape.head_dim, thread);
-            fetch_rows<TileV, ACCESS, THREADS>(tile_v, work.v, key, block.k_len, shape.head_dim_v, thread);
+            fetch_often<TileK, ACCESS, THREADS>(tile_k, work.k, key, block.k_len, shape.head_dim, thread);
+            fetch_often<TileV, ACCESS, THREADS>(tile_v, work.v, key, block.k_len, shape.head_dim_v, thread);
         }
         cp_async_commit();
     }

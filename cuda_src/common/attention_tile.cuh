@@ -79,4 +79,30 @@ __device__ inline void fetch_rows(uint32_t tile, const Rows<T>& rows, int first,
     }
 }
 
+// The same for tiles that are fetched again and again, most of which have no end in them: code of its own for those.
+template <class Tile, int ACCESS, int THREADS, class Rows>
+__device__ inline void fetch_often(uint32_t tile, const Rows& rows, int first, int end, int cols, int thread) {
+    fetch_rows<Tile, ACCESS, THREADS>(tile, rows, first, end, cols, thread);
+}
+template <class Tile, int ACCESS, int THREADS, class T>
+__device__ inline void fetch_often(uint32_t tile, const StridedRows<T>& rows, int first, int end, int cols, int thread) {
+    constexpr int PIECE = 16 / int(sizeof(T)), PIECES_PER_ROW = Tile::COLS / PIECE;
+    constexpr int ROWS_PER_STEP = THREADS / PIECES_PER_ROW;
+    if constexpr (ACCESS == 16 && THREADS % PIECES_PER_ROW == 0 && Tile::ROWS % ROWS_PER_STEP == 0) {
+        const int row = thread / PIECES_PER_ROW, col = thread % PIECES_PER_ROW * PIECE;
+        if (end - first >= Tile::ROWS && cols - col >= PIECE) {
+            const uint32_t to = tile + Tile::offset(row, col);
+            const int64_t step = ROWS_PER_STEP * rows.row;  // read once: `rows` may be in shared memory
+            const T* from = rows.at(first + row) + col * rows.col;
+#pragma unroll
+            for (int further = 0; further < Tile::ROWS; further += ROWS_PER_STEP, from += step) {
+                const bool is_below = ROWS_PER_STEP % 8 == 0;  // in the same chunk of its row
+                cp_async_16(is_below ? to + further * Tile::Panel::ROW_BYTES : tile + Tile::offset(row + further, col), from);
+            }
+            return;
+        }
+    }
+    fetch_rows<Tile, ACCESS, THREADS>(tile, rows, first, end, cols, thread);
+}
+
 }  // namespace rawops

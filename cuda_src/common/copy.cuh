@@ -21,6 +21,11 @@ template <int BYTES> __device__ inline void cp_async(uint32_t destination, const
     }
 }
 
+// 16 bytes, without a count to be kept in a register.
+__device__ inline void cp_async_16(uint32_t destination, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most PENDING of this thread's latest groups are still on their way.
