@@ -7,9 +7,9 @@ namespace rawops {
 template <class T, int D, int DV, int CONSUMERS, int BLOCK_N, int STAGES, bool kTurns, int kScore, class Out,
           class Tile = HopperAttention<T, D, DV, CONSUMERS, BLOCK_N, STAGES, kTurns, kScore, Out>>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
-    attention_sm90(const __grid_constant__ AttentionMaps maps, const __grid_constant__ AttentionParams params,
-                   int section, int* taken) {
-    run_attention<Tile>(maps, params, section, taken);
+    attention_sm90(const __grid_constant__ AttentionMaps maps, const __grid_constant__ TensorMap out,
+                   const __grid_constant__ AttentionParams params, int section, int* taken) {
+    run_attention<Tile>(maps, params, section, taken, NoScales(), &out);
 }
 
 }  // namespace rawops

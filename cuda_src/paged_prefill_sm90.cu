@@ -37,7 +37,7 @@ private:
     using AttentionProducer<Tile>::exchange;
     using AttentionProducer<Tile>::slot_k;
     using AttentionProducer<Tile>::slot_v;
-    using AttentionProducer<Tile>::phase_q;
+    using AttentionProducer<Tile>::slot_q;
 
     const int warp, lane;
 
@@ -84,13 +84,13 @@ private:
         if (threadIdx.x == 0) {
 #pragma unroll
             for (int i = 0; i < Tile::CONSUMERS; ++i, from.at[2] += queries) {
-                barrier_wait(exchange.q_barriers.empty(i), phase_q ^ 1);
+                barrier_wait(exchange.q_barriers.empty(i), slot_q.phase ^ 1);
                 barrier_arrive_expect(exchange.q_barriers.full(i), Tile::Q_BYTES);
                 load_rows<64, Tile::BOX, Tile::BOXES>(exchange.q + i * Tile::Q_BYTES, maps.q, from,
                                                       exchange.q_barriers.full(i));
             }
         }
-        phase_q ^= 1;
+        slot_q.advance();
     }
 
     template <int BYTES>

@@ -72,7 +72,7 @@ class OnHopper:
         params = config.CALL.pack(*addresses[:_SCALES], 0, 0) + self.shape + dropout
         _kept, taken = self.counter() if self.plan.wants_counter else (None, 0)
         scales = _attention_sm90.SCALES.pack(*addresses[_SCALES:], *self.scales) if self.scales else b""
-        self.plan.run(*addresses[:3], params, scales, taken)
+        self.plan.run(*addresses[: _OUT + 1], params, scales, taken)
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,12 @@ from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 from rawops._runtime.tensormap import TensorMap
 
 _ROWS = 64  # of a consumer
-_LONG = 4096  # keys
+_SHORT, _LONG = 1024, 4096  # keys
 _KEYS = {64: 128, 96: 176, 128: 128, 192: 112, 256: 80}  # of a block, by the wider head
 _KEYS_SCORED = {64: 128, 96: 128, 128: 112, 192: 96, 256: 64}
 _KEYS_8BIT = {64: 128, 96: 192, 128: 192, 192: 128, 256: 96}
 _TASK_BYTES = 60  # of an AttentionTask
+_STAGING_BYTES = 226 << 10  # of shared memory for operands, where results leave through the place of queries
 _L2_BYTES = 32 << 20  # of keys and values that stay in the L2 while a section of heads is at work
 
 _TEMPLATE = ("dtype", "head_dim", "head_dim_v", "consumers", "block_n", "stages", "turns", "score", "out_dtype")
@@ -145,13 +146,14 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """The tile of q, the rings of k and v, the barriers, and what the producer tells the consumers."""
-        columns = self.head_dim + self.head_dim_v
-        rings = self.stages * (self.block_n * columns * self.itemsize + 32)
+        """One tile of q, or two where there is room, rings of k and v, barriers, and what the producer tells others."""
+        queries = self.consumers * _ROWS * self.head_dim * self.itemsize
+        rings = self.stages * self.block_n * (self.head_dim + self.head_dim_v) * self.itemsize
         if self.itemsize == 1:  # values as they come, and transposed
-            rings += self.stages * (self.block_n * self.head_dim_v + 16)
-        slots = 3 * (16 + _TASK_BYTES)
-        return self.consumers * (_ROWS * self.head_dim * self.itemsize + 16) + rings + slots
+            rings += self.stages * self.block_n * self.head_dim_v
+        places = 2 if self.itemsize == 2 and self.consumers == 2 and 2 * queries + rings <= _STAGING_BYTES else 1
+        barriers = 16 * ((4 - self.itemsize) * self.stages + places**2 * self.consumers)
+        return places * queries + rings + barriers + 3 * (16 + _TASK_BYTES)
 
 
 def select_config(problem: Problem, sm_count: int, num_splits: int | None = None) -> Config:
@@ -173,6 +175,11 @@ def select_config(problem: Problem, sm_count: int, num_splits: int | None = None
             block_n += 16
     consumers = 3 if wide == 64 and is_plain else 2
     section = section_of(problem.seqlen_k, (d + dv) * itemsize // 2) * problem.group
+    if problem.seqlen_k <= _SHORT and not problem.is_masked:
+        # A first tile that reads all of its head's keys from memory takes longer than one that finds them in the L2
+        # or on their way there: all tiles of a head at a time.
+        heads = -(-sm_count // max(1, -(-problem.seqlen_q // (consumers * _ROWS))))
+        section = min(section, -(-heads // problem.group) * problem.group)
     stages = 3 if wide == 64 else 2
     config = Config(consumers, block_n, stages, wide < 256, section, d, dv, itemsize=itemsize)
     if num_splits is None:
@@ -216,15 +223,15 @@ class Plan:
     row_tiles: int
     kernel: Function
     grid: tuple[int, int, int]
-    maps: Callable[[int, int, int], bytes]  # from the addresses of q, k and v
+    maps: Callable[..., tuple[bytes, ...]]  # from the addresses of q, k, v and out
     wants_counter: bool
 
-    def run(self, q: int, k: int, v: int, params: bytes, scales: bytes, taken: int) -> None:
+    def run(self, q: int, k: int, v: int, out: int, params: bytes, scales: bytes, taken: int) -> None:
         """Launch; `params` is the AttentionParams that all attention kernels take, `taken` a counter's address or 0.
 
         `scales` are AttentionScales with float8, else nothing.
         """
-        values = (self.maps(q, k, v), params, *([scales] if scales else []), self.config.section, taken)
+        values = (*self.maps(q, k, v, out), params, *([scales] if scales else []), self.config.section, taken)
         self.kernel.launch(self.grid, (self.config.threads, 1, 1), values, self.config.shared_bytes)
 
 
@@ -246,11 +253,15 @@ def plan(device, problem: Problem, views: Mapping[str, View], out_dtype: str, nu
         map_of(problem.dtype, views["k"], config.block_n, config.head_dim),
         map_of(problem.dtype, views["v"], config.block_n, config.head_dim_v),
     ]
+    if config.itemsize == 2:  # float8 leaves by itself
+        whole = views["out"] if config.splits == 1 else views["q"]  # the latter for want of anything to describe
+        describe.append(map_of(problem.dtype, whole, _ROWS, config.head_dim_v))
     encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
 
     @functools.lru_cache(maxsize=64)
-    def maps(*addresses: int) -> bytes:
-        return b"".join(encode(d(address)) for d, address in zip(describe, addresses, strict=True))
+    def maps(*addresses: int) -> tuple[bytes, ...]:
+        q, k, v, *out = (encode(d(address)) for d, address in zip(describe, addresses, strict=False))
+        return q + k + v, *out
 
     tiles = _tiles(problem, config) * config.splits
     blocks = min(tiles, device.sm_count)

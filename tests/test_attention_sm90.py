@@ -188,9 +188,10 @@ LENGTHS = {"ragged": ([3, 1, 0, 70], [9, 0, 4, 100]), "equal": ([66, 66], [64, 6
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("stated", [True, False])
-def test_sequences_of_differing_lengths(hopper, force, rng, lengths, stated):
+@pytest.mark.parametrize("consumers", [2, 3])  # the results of two leave through shared memory
+def test_sequences_of_differing_lengths(hopper, force, rng, lengths, stated, consumers):
     """Packed one after another in NaN: keys of a neighbour stay out, rows past the last one are zeros."""
-    force(64, blocks=3)
+    force(64, blocks=3, consumers=consumers)
     lengths_q, lengths_k = LENGTHS[lengths]
     bounds = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k)]
     q, k, v = (np.full((bounds[i][-1] + 7, heads, 64), np.nan, FLOAT16) for i, heads in ((0, 2), (1, 1), (1, 1)))
@@ -345,6 +346,14 @@ def test_every_choice_fits():
 def test_heads_of_a_section_fit_the_l2():
     config = sm90.select_config(Problem("bfloat16", 2, 8192, 8192, 32, 32, 128, 128, window_right=0), 132)
     assert config.section == 8  # of 4 MB each
+
+
+def test_few_keys_have_all_tiles_of_a_head_at_a_time():
+    """As many heads as give every SM a tile, in whole groups; under a mask the longest tiles come first instead."""
+    problem = Problem("bfloat16", 8, 512, 512, 32, 32, 128, 128)
+    assert sm90.select_config(problem, 132).section == 33
+    assert sm90.select_config(dataclasses.replace(problem, kv_heads=8), 132).section == 36
+    assert sm90.select_config(dataclasses.replace(problem, window_right=0), 132).section == 128
 
 
 def test_long_rows_take_wide_blocks_of_keys():

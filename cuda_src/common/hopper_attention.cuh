@@ -1,7 +1,8 @@
 // Flash attention on Hopper, a block's whole run.
 //
 //   warpgroup 0, two threads  one plans what comes next; TMA: q --> its tile; k, v --> two rings of stages
-//   the other warpgroups      wgmma: S = q @ k^T, softmax in registers, O += P @ v, O / l --> out; 64 rows each
+//                a warp       TMA: a tile's results --> out, where they have room in shared memory
+//   the other warpgroups      wgmma: S = q @ k^T, softmax in registers, O += P @ v, O / l --> q's place or out; 64 rows each
 //
 // A consumer issues S of the next keys before O += P @ v of these, so that its softmax runs beside the latter; S of the
 // next tile, too, so that O is written while it is under way. Consumers take turns at issuing, so that one multiplies
@@ -9,8 +10,8 @@
 // not whole, are the first ones.
 #pragma once
 #include "dropout.cuh"
+#include "hopper_attention_copies.cuh"
 #include "hopper_attention_rows.cuh"
-#include "hopper_attention_tile.cuh"
 
 namespace rawops {
 
@@ -21,109 +22,6 @@ struct NoScales {
 
 // Of values of 8 bits; hopper_attention_8bit.cuh.
 template <class Tile> __device__ void transpose_values(const AttentionExchange<Tile>& exchange);
-
-// The producer: one thread that keeps the rings full, and another one that plans the tiles.
-template <class Tile> class AttentionProducer {
-public:
-    static constexpr int THREADS = kWarpSize + 1;  // that run it
-
-    __device__ AttentionProducer(const AttentionMaps& maps_, const AttentionParams& params_,
-                                 const AttentionExchange<Tile>& exchange_)
-        : maps(maps_), params(params_), exchange(exchange_) {}
-
-    template <class Scales> __device__ void run(const AttentionSchedule<false>& schedule, const Scales& scales) {
-        if (threadIdx.x == 0) take_tiles([&](const AttentionTask& work) { load(work); }, true);
-        if (threadIdx.x == kWarpSize) plan(schedule, scales);
-    }
-
-protected:
-    // Says what comes next, well ahead: its divisions and what it asks of global memory take long.
-    template <class Scales> __device__ void plan(const AttentionSchedule<false>& schedule, const Scales& scales) const {
-        RingPosition<Tile::PLACES> slot;
-#pragma unroll 1
-        for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
-            // One tile, but for sequences that are longer than stated, and the rows past the last one.
-            const AttentionBlock block = schedule.at(index);
-#pragma unroll 1
-            for (int tile = block.tile; tile * Tile::BLOCK_M < block.rows(params.shape);
-                 tile += params.shape.row_tiles) {
-                AttentionTask& work = exchange.work.next(slot);
-                static_cast<AttentionBlock&>(work) = block;
-                work.tile = tile;
-                work.plan<Tile>(params);
-                scales.set(work, params);
-                exchange.work.put(slot);
-            }
-        }
-        exchange.work.next(slot).tile = -1;  // the end
-        exchange.work.put(slot);
-    }
-
-    // Loads what belongs to one tile after the other. `releases`: of the threads that load, the one that says so.
-    template <class Load> __device__ void take_tiles(const Load& load, bool releases) const {
-        RingPosition<Tile::PLACES> slot_work;
-#pragma unroll 1
-        while (true) {
-            const AttentionTask& work = exchange.work.take(slot_work);
-            if (work.tile < 0) break;
-            load(work);
-            exchange.work.release(slot_work, releases);
-        }
-    }
-
-    const AttentionMaps& maps;
-    const AttentionParams& params;
-    const AttentionExchange<Tile>& exchange;
-    RingPosition<Tile::STAGES> slot_k, slot_v;
-    uint32_t phase_q = 0;
-
-    __device__ void load(const AttentionTask& work) {
-        const KeyBlocks blocks = work.keys;
-        if (!work.has_keys()) return;
-        const int batch = params.call.cu_seqlens_q ? 0 : work.batch;
-        const TensorCoordinates keys = {0, work.k_begin, work.kv_head, batch, 0};
-        auto load_k = [&](int block) {
-            load_keys<Tile::BOX, Tile::BOXES>(exchange.k, exchange.k_barriers, slot_k, maps.k, keys, block);
-        };
-        auto load_v = [&](int block) {
-            const uint32_t ring = Tile::kBytes ? exchange.raw : exchange.v;
-            const auto& barriers = Tile::kBytes ? exchange.raw_barriers : exchange.v_barriers;
-            load_keys<Tile::BOX_V, Tile::BOXES_V>(ring, barriers, slot_v, maps.v, keys, block);
-        };
-        load_k(blocks.end - 1);
-        load_q({0, work.q_begin + work.tile * Tile::BLOCK_M, work.head, batch, 0});
-#pragma unroll 1
-        for (int block = blocks.end - 1; block > blocks.first; --block) {
-            load_k(block - 1);
-            load_v(block);
-        }
-        load_v(blocks.first);
-    }
-
-    __device__ void load_q(TensorCoordinates from) {
-#pragma unroll
-        for (int i = 0; i < Tile::CONSUMERS; ++i, from.at[1] += 64) {
-            barrier_wait(exchange.q_barriers.empty(i), phase_q ^ 1);
-            barrier_arrive_expect(exchange.q_barriers.full(i), Tile::Q_BYTES);
-            load_rows<64, Tile::BOX, Tile::BOXES, Tile::ITEM>(exchange.q + i * Tile::Q_BYTES, maps.q, from,
-                                                              exchange.q_barriers.full(i));
-        }
-        phase_q ^= 1;
-    }
-
-    template <int BOX, int BOXES>
-    __device__ void load_keys(uint32_t ring, const RingBarriers<Tile::STAGES>& barriers,
-                              RingPosition<Tile::STAGES>& slot, const TensorMap& map, TensorCoordinates from,
-                              int block) {
-        constexpr int BYTES = Tile::BLOCK_N * BOX * BOXES * Tile::ITEM;
-        barrier_wait(barriers.empty(slot.stage), slot.phase ^ 1);
-        barrier_arrive_expect(barriers.full(slot.stage), BYTES);
-        from.at[1] += block * Tile::BLOCK_N;
-        load_rows<Tile::BLOCK_N, BOX, BOXES, Tile::ITEM>(ring + slot.stage * BYTES, map, from,
-                                                         barriers.full(slot.stage));
-        slot.advance();
-    }
-};
 
 // A consumer warpgroup at work on one tile after the other.
 template <class Tile> class AttentionConsumer {
@@ -199,11 +97,12 @@ private:
             is_tainted = uniform(!is_plain && is_cut(work, block) && find_nonfinite(slot));
             wgmma_wait<1>();
             hold(s);
+            const int place = place_q(before(slot_q));  // of the last tile's queries
             release_keys(is_last);
             if (turns_over) {
                 wgmma_wait<0>();
                 hold(o);
-                finish(slot_work, o, softmax);
+                finish(slot_work, o, softmax, place);
                 softmax = Softmax();
                 set_zero(o);
             }
@@ -215,7 +114,7 @@ private:
         wgmma_wait<0>();
         hold(o);
         release_values(before(slot));
-        finish(slot_work, o, softmax);
+        finish(slot_work, o, softmax, place_q(before(slot_q)));
     }
 
     // Issues the scores of the next keys and the product of these weights with their values.
@@ -269,16 +168,41 @@ private:
         return uniform(work.tile >= 0 ? work.keys.end - work.keys.first : 0) > 0;
     }
     __device__ void await_keys() const { barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase); }
-    __device__ void await_q() {
-        barrier_wait(exchange.q_barriers.full(number), phase_q);
-        phase_q ^= 1;
+    __device__ void await_q() const { barrier_wait(exchange.q_barriers.full(place_q(slot_q)), slot_q.phase); }
+
+    // Writes a tile, whose queries were at `place`, and lets go of it.
+    __device__ void finish(RingPosition<Tile::PLACES>& slot_work, const typename Tile::Output& o, Softmax& softmax,
+                           int place) const {
+        const AttentionTask& work = exchange.work.at(slot_work);
+        softmax.complete();
+        if constexpr (Tile::kStages) {
+            float factor[2];
+            store_sums(work, softmax, factor);
+            stage(o, factor, exchange.q + place * Tile::Q_BYTES);
+            sync();
+            barrier_arrive_if(leads(), exchange.staged_barriers.full(place));
+            exchange.work.release(slot_work, leads());
+        } else {
+            store(work, o, softmax);
+            release_work(slot_work);
+        }
     }
 
-    // Writes a tile and lets go of it.
-    __device__ void finish(RingPosition<Tile::PLACES>& slot_work, const typename Tile::Output& o, Softmax& softmax) const {
-        softmax.complete();
-        store(exchange.work.at(slot_work), o, softmax);
-        release_work(slot_work);
+    // Puts results where the queries were.
+    __device__ void stage(const typename Tile::Output& o, const float (&factor)[2], uint32_t to) const {
+        using Out = typename Tile::Out;
+        const int lane = thread % kWarpSize, row = thread / kWarpSize * 16 + lane % 16;
+#pragma unroll
+        for (int i = 0; i < Tile::DV / 2; i += 8) {
+            const int box = i * 2 / Tile::BOX_V, chunk = i * 2 % Tile::BOX_V / 8 + lane / 16;
+            uint32_t packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                packed[j] = narrow_pair<Out>(o[i + j * 2] * factor[j % 2], o[i + j * 2 + 1] * factor[j % 2]);
+            }
+            stmatrix(to + box * 64 * Tile::SPAN_V + swizzled_offset<Tile::SPAN_V>(row, chunk), packed);
+        }
+        fence_async_proxy();
     }
 
     static __device__ void set_zero(typename Tile::Output& o) {
@@ -336,7 +260,9 @@ private:
 
     const int number, thread;
     RingPosition<Tile::STAGES> slot;  // of keys
-    uint32_t phase_q = 0;
+    RingPosition<Tile::Q_SLOTS> slot_q;
+
+    __device__ int place_q(const RingPosition<Tile::Q_SLOTS>& at) const { return at.stage * Tile::CONSUMERS + number; }
 
     __device__ bool leads() const { return thread == 0; }
     __device__ void sync() const { sync_group<kWarpGroupSize>(kFirstId + number); }
@@ -358,12 +284,13 @@ private:
     __device__ void release_keys(bool with_q) {
         barrier_arrive_if(leads(), exchange.k_barriers.empty(slot.stage));
         slot.advance();
-        barrier_arrive_if(with_q && leads(), exchange.q_barriers.empty(number));
+        if (!Tile::kStages) barrier_arrive_if(with_q && leads(), exchange.q_barriers.empty(place_q(slot_q)));
+        if (with_q) slot_q.advance();
     }
 
     // Issues s = q @ k^T.
     __device__ void multiply_keys(typename Tile::Scores& s) const {
-        const uint64_t q = Tile::OperandQ::descriptor(exchange.q + number * Tile::Q_BYTES);
+        const uint64_t q = Tile::OperandQ::descriptor(exchange.q + place_q(slot_q) * Tile::Q_BYTES);
         const uint64_t k = Tile::OperandK::descriptor(exchange.k + slot.stage * Tile::K_BYTES);
         wgmma_fence();
 #pragma unroll
@@ -434,36 +361,47 @@ private:
         sync_group<Tile::CONSUMERS * kWarpGroupSize>(kAllId);
     }
 
-    // Writes the rows that exist, and the logarithms of their sums.
+    // Writes the rows that exist.
     __device__ void store(const AttentionTask& work, const typename Tile::Output& o, const Softmax& softmax) const {
         const AttentionShape& shape = params.shape;
-        const int row = row_of(work), lane = thread % kWarpSize;
-        const int rows = work.rows(shape);
+        const int row = row_of(work), rows = work.rows(shape);
         auto* out = static_cast<typename Tile::Out*>(params.call.out) + work.split * shape.out_split +
                     work.batch * shape.out.batch + work.head * shape.out.head + work.q_begin * shape.out.row;
+        float factor[2];
+        store_sums(work, softmax, factor);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int at = row + half * 8;
+            const int query = Tile::query(shape, at);
+            const int head = Tile::kPaged ? at - query * shape.packed : 0;  // from the first of the tile
+            store_row(o, half, factor[half], out + query * shape.out.row + head * shape.out.head,
+                      at < rows ? shape.head_dim_v : 0, thread % kWarpSize);
+        }
+    }
+
+    // Writes the logarithms of the rows' sums, and tells what the rows are to be multiplied by.
+    __device__ void store_sums(const AttentionTask& work, const Softmax& softmax, float (&factor)[2]) const {
+        const AttentionShape& shape = params.shape;
+        const int row = row_of(work), rows = work.rows(shape);
         const int64_t lse_at = work.split * shape.lse_split + work.batch * shape.lse_batch +
                                work.head * shape.lse_head + work.q_begin;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int at = row + half * 8, query = Tile::query(shape, at);
-            const int head = Tile::kPaged ? at - query * shape.packed : 0;  // from the first of the tile
-            const bool exists = at < rows;
+            const int head = Tile::kPaged ? at - query * shape.packed : 0;
             const float sum = softmax.sum[half];
-            if (params.call.lse && lane % 4 == 0 && exists) {
+            if (params.call.lse && thread % 4 == 0 && at < rows) {
                 params.call.lse[lse_at + head * shape.lse_head + query] =
                     sum == 0 ? -infinity() : (softmax.base[half] - Softmax::kGain + log2f(sum)) * kLn2;
             }
-            const float factor =
-                sum == 0 ? 0 : (Tile::kBytes ? work.scale_v : kDrops ? shape.dropout.scale : 1.0f) / sum;
-            store_row(o, half, factor, out + query * shape.out.row + head * shape.out.head,
-                      exists ? shape.head_dim_v : 0, lane);
+            factor[half] = sum == 0 ? 0 : (Tile::kBytes ? work.scale_v : kDrops ? shape.dropout.scale : 1.0f) / sum;
         }
     }
 };
 
 template <class Tile, class Producer = AttentionProducer<Tile>, class Scales = NoScales>
 __device__ inline void run_attention(const AttentionMaps& maps, const AttentionParams& params, int section, int* taken,
-                                     const Scales& scales = Scales()) {
+                                     const Scales& scales = Scales(), const TensorMap* out_map = nullptr) {
     extern __shared__ __align__(1024) char shared[];
     const AttentionExchange<Tile> exchange(shared);
     if (threadIdx.x == 0) {
@@ -471,6 +409,7 @@ __device__ inline void run_attention(const AttentionMaps& maps, const AttentionP
         prefetch_tensor_map(maps.q);
         prefetch_tensor_map(maps.k);
         prefetch_tensor_map(maps.v);
+        if (Tile::kStages) prefetch_tensor_map(*out_map);
     }
     __syncthreads();
 
@@ -480,6 +419,9 @@ __device__ inline void run_attention(const AttentionMaps& maps, const AttentionP
         const AttentionSchedule<false> schedule(params, section, taken);
         if (threadIdx.x < Producer::THREADS) Producer(maps, params, exchange).run(schedule, scales);
         if (Tile::kBytes && threadIdx.x >= 2 * kWarpSize) transpose_values<Tile>(exchange);
+        if constexpr (Tile::kStages) {
+            if (threadIdx.x / kWarpSize == 2) store_staged<Tile>(*out_map, params, exchange);
+        }
     } else {
         claim_registers<Tile::REGISTERS>();
         AttentionConsumer<Tile>(params, exchange, group - 1).run();

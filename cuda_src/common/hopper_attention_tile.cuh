@@ -41,16 +41,22 @@ struct HopperAttention {
     static constexpr int PLACES = 3;  // of tasks: one is under way, the next one begins before that ends
     static constexpr int Q_BYTES = 64 * D * ITEM;  // of a consumer
     static constexpr int K_BYTES = BLOCK_N * D * ITEM, V_BYTES = BLOCK_N * DV * ITEM;
-    static constexpr int K_AT = CONSUMERS * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
+    static constexpr int RINGS = STAGES * (K_BYTES + (1 + kBytes) * V_BYTES);  // bytes
+    // Results leave through the place of a tile's queries, and the next tile's have another one, where there is room.
+    static constexpr bool kStages = !kPaged && !kBytes && CONSUMERS == 2 && kTurns && DV <= D && is_same<T, Out> &&
+                                    2 * CONSUMERS * Q_BYTES + RINGS <= (226 << 10);
+    static constexpr int Q_SLOTS = 1 + kStages;
+    static constexpr int K_AT = Q_SLOTS * CONSUMERS * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
     static constexpr int RAW_AT = V_AT + STAGES * V_BYTES;  // values before they are transposed
     static constexpr int BARRIERS_AT = RAW_AT + kBytes * STAGES * V_BYTES;
     static constexpr int WORK_AT = BARRIERS_AT + (2 + kBytes) * RingBarriers<STAGES>::BYTES +
-                                   RingBarriers<CONSUMERS>::BYTES + RingBarriers<PLACES>::BYTES;
+                                   (1 + kStages) * RingBarriers<Q_SLOTS * CONSUMERS>::BYTES +
+                                   RingBarriers<PLACES>::BYTES;
     static constexpr int PRODUCER_REGISTERS = kPaged ? 72 : CONSUMERS == 3 ? 32 : 40;
     static constexpr int REGISTERS = kPaged ? 216 : CONSUMERS == 3 ? 160 : 232;
     static constexpr int TRANSPOSERS = kBytes ? 2 : 0;  // warps
     static constexpr int COPIERS = kPaged ? 3 : 1;  // warps of the producer that start copies
-    static constexpr int READERS = COPIERS + CONSUMERS + TRANSPOSERS;  // of tasks
+    static constexpr int READERS = COPIERS + CONSUMERS + TRANSPOSERS + kStages;  // of tasks
 
     // The query of a row, and the keys that it sees.
     static __device__ int query(const AttentionShape& shape, int row) { return kPaged ? row / shape.packed : row; }
@@ -202,7 +208,8 @@ struct AttentionTask : AttentionBlock {
 template <class Tile> struct AttentionExchange {
     uint32_t q, k, v, raw;
     RingBarriers<Tile::STAGES> k_barriers, v_barriers, raw_barriers;
-    RingBarriers<Tile::CONSUMERS> q_barriers;  // of each consumer's rows
+    RingBarriers<Tile::Q_SLOTS * Tile::CONSUMERS> q_barriers;  // of each consumer's rows
+    RingBarriers<Tile::Q_SLOTS * Tile::CONSUMERS> staged_barriers;  // `full` only
     WorkRing<AttentionTask, Tile::PLACES> work;
 
     __device__ explicit AttentionExchange(char* shared)
@@ -214,7 +221,9 @@ template <class Tile> struct AttentionExchange {
           v_barriers{k_barriers.base + k_barriers.BYTES},
           raw_barriers{v_barriers.base + Tile::kBytes * v_barriers.BYTES},
           q_barriers{raw_barriers.base + raw_barriers.BYTES},
-          work{reinterpret_cast<AttentionTask*>(shared + Tile::WORK_AT), {q_barriers.base + q_barriers.BYTES}} {}
+          staged_barriers{q_barriers.base + q_barriers.BYTES},
+          work{reinterpret_cast<AttentionTask*>(shared + Tile::WORK_AT),
+               {staged_barriers.base + Tile::kStages * staged_barriers.BYTES}} {}
 
     // By one thread; a __syncthreads() must follow.
     __device__ void init() const {
@@ -222,6 +231,7 @@ template <class Tile> struct AttentionExchange {
         v_barriers.init(Tile::CONSUMERS, max_of(Tile::TRANSPOSERS, 1));
         if (Tile::kBytes) raw_barriers.init(Tile::TRANSPOSERS);
         q_barriers.init(1);
+        if (Tile::kStages) staged_barriers.init(1);
         work.init(Tile::READERS);
     }
 };

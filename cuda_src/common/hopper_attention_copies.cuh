@@ -1,0 +1,168 @@
+// What the warps of the Hopper attention do that do not multiply: plan, fetch operands, take results away.
+#pragma once
+#include "hopper_attention_tile.cuh"
+
+namespace rawops {
+
+// The producer: one thread that keeps the rings full, and another one that plans the tiles.
+template <class Tile> class AttentionProducer {
+public:
+    static constexpr int THREADS = kWarpSize + 1;  // that run it
+
+    __device__ AttentionProducer(const AttentionMaps& maps_, const AttentionParams& params_,
+                                 const AttentionExchange<Tile>& exchange_)
+        : maps(maps_), params(params_), exchange(exchange_) {}
+
+    template <class Scales> __device__ void run(const AttentionSchedule<false>& schedule, const Scales& scales) {
+        if (threadIdx.x == 0) take_tiles([&](const AttentionTask& work) { load(work); }, true);
+        if (threadIdx.x == kWarpSize) plan(schedule, scales);
+    }
+
+protected:
+    // Says what comes next, well ahead: its divisions and what it asks of global memory take long.
+    template <class Scales> __device__ void plan(const AttentionSchedule<false>& schedule, const Scales& scales) const {
+        RingPosition<Tile::PLACES> slot;
+#pragma unroll 1
+        for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
+            // One tile, but for sequences that are longer than stated, and the rows past the last one.
+            const AttentionBlock block = schedule.at(index);
+#pragma unroll 1
+            for (int tile = block.tile; tile * Tile::BLOCK_M < block.rows(params.shape);
+                 tile += params.shape.row_tiles) {
+                AttentionTask& work = exchange.work.next(slot);
+                static_cast<AttentionBlock&>(work) = block;
+                work.tile = tile;
+                work.plan<Tile>(params);
+                scales.set(work, params);
+                exchange.work.put(slot);
+            }
+        }
+        exchange.work.next(slot).tile = -1;  // the end
+        exchange.work.put(slot);
+    }
+
+    // Loads what belongs to one tile after the other. `releases`: of the threads that load, the one that says so.
+    template <class Load> __device__ void take_tiles(const Load& load, bool releases) const {
+        RingPosition<Tile::PLACES> slot_work;
+#pragma unroll 1
+        while (true) {
+            const AttentionTask& work = exchange.work.take(slot_work);
+            if (work.tile < 0) break;
+            load(work);
+            exchange.work.release(slot_work, releases);
+        }
+    }
+
+    const AttentionMaps& maps;
+    const AttentionParams& params;
+    const AttentionExchange<Tile>& exchange;
+    RingPosition<Tile::STAGES> slot_k, slot_v;
+    RingPosition<Tile::Q_SLOTS> slot_q;
+
+    __device__ void load(const AttentionTask& work) {
+        const KeyBlocks blocks = work.keys;
+        if (!work.has_keys()) return;
+        const int batch = params.call.cu_seqlens_q ? 0 : work.batch;
+        const TensorCoordinates keys = {0, work.k_begin, work.kv_head, batch, 0};
+        auto load_k = [&](int block) {
+            load_keys<Tile::BOX, Tile::BOXES>(exchange.k, exchange.k_barriers, slot_k, maps.k, keys, block);
+        };
+        auto load_v = [&](int block) {
+            const uint32_t ring = Tile::kBytes ? exchange.raw : exchange.v;
+            const auto& barriers = Tile::kBytes ? exchange.raw_barriers : exchange.v_barriers;
+            load_keys<Tile::BOX_V, Tile::BOXES_V>(ring, barriers, slot_v, maps.v, keys, block);
+        };
+        const TensorCoordinates queries = {0, work.q_begin + work.tile * Tile::BLOCK_M, work.head, batch, 0};
+        if (Tile::Q_SLOTS > 1) load_q(queries);
+        load_k(blocks.end - 1);
+        if (Tile::Q_SLOTS == 1) load_q(queries);
+#pragma unroll 1
+        for (int block = blocks.end - 1; block > blocks.first; --block) {
+            load_k(block - 1);
+            load_v(block);
+        }
+        load_v(blocks.first);
+    }
+
+    __device__ void load_q(TensorCoordinates from) {
+#pragma unroll
+        for (int i = 0; i < Tile::CONSUMERS; ++i, from.at[1] += 64) {
+            const int place = slot_q.stage * Tile::CONSUMERS + i;
+            const uint32_t full = exchange.q_barriers.full(place);
+            barrier_wait(exchange.q_barriers.empty(place), slot_q.phase ^ 1);
+            barrier_arrive_expect(full, Tile::Q_BYTES);
+            load_rows<64, Tile::BOX, Tile::BOXES, Tile::ITEM>(exchange.q + place * Tile::Q_BYTES, maps.q, from, full);
+        }
+        slot_q.advance();
+    }
+
+    template <int BOX, int BOXES>
+    __device__ void load_keys(uint32_t ring, const RingBarriers<Tile::STAGES>& barriers,
+                              RingPosition<Tile::STAGES>& slot, const TensorMap& map, TensorCoordinates from,
+                              int block) {
+        constexpr int BYTES = Tile::BLOCK_N * BOX * BOXES * Tile::ITEM;
+        barrier_wait(barriers.empty(slot.stage), slot.phase ^ 1);
+        barrier_arrive_expect(barriers.full(slot.stage), BYTES);
+        from.at[1] += block * Tile::BLOCK_N;
+        load_rows<Tile::BLOCK_N, BOX, BOXES, Tile::ITEM>(ring + slot.stage * BYTES, map, from,
+                                                         barriers.full(slot.stage));
+        slot.advance();
+    }
+};
+
+// Rows of a tile from `row` on, as far as the sequence has them.
+template <class Tile>
+__device__ inline void store_rows_one_by_one(const AttentionParams& params, const AttentionTask& work, uint32_t staging,
+                                             int row, int lane) {
+    constexpr int CHUNKS = Tile::DV / 8;
+    const AttentionStrides& s = params.shape.out;
+    auto* out = static_cast<typename Tile::Out*>(params.call.out) + work.head * s.head + (work.q_begin + row) * s.row;
+#pragma unroll 1
+    for (int i = lane; i < min_of(work.q_len - row, 64) * CHUNKS; i += kWarpSize) {
+        const int at = i / CHUNKS, col = i % CHUNKS * 8, box = col / Tile::BOX_V, chunk = col % Tile::BOX_V / 8;
+        if (col >= params.shape.head_dim_v) continue;
+        *reinterpret_cast<uint4*>(out + at * s.row + col) =
+            load_quad(staging + box * 64 * Tile::SPAN_V + swizzled_offset<Tile::SPAN_V>(at, chunk));
+    }
+}
+
+// Takes what the consumers stage to global memory, beside their next tile, and gives the places back to queries. By a
+// warp. TMA does not know where a sequence ends within the storage: of such tiles, the rows go one by one.
+template <class Tile>
+__device__ void store_staged(const TensorMap& map, const AttentionParams& params, const AttentionExchange<Tile>& exchange) {
+    const int lane = threadIdx.x % kWarpSize;
+    RingPosition<Tile::PLACES> slot_work;
+    RingPosition<Tile::Q_SLOTS> slot;
+#pragma unroll 1
+    while (true) {
+        const AttentionTask& work = exchange.work.take(slot_work);
+        if (uniform(work.tile) < 0) break;
+        if (uniform(work.has_keys())) {
+#pragma unroll 1
+            for (int i = 0; i < Tile::CONSUMERS; ++i) {
+                const int place = slot.stage * Tile::CONSUMERS + i, row = work.tile * Tile::BLOCK_M + i * 64;
+                const uint32_t staging = exchange.q + place * Tile::Q_BYTES;
+                barrier_wait(exchange.staged_barriers.full(place), slot.phase);
+                if (params.call.cu_seqlens_q && row + 64 > work.q_len) {
+                    store_rows_one_by_one<Tile>(params, work, staging, row, lane);
+                } else if (lane == 0) {
+                    const int batch = params.call.cu_seqlens_q ? 0 : work.batch;
+                    TensorCoordinates to = {0, work.q_begin + row, work.head, batch, 0};
+#pragma unroll
+                    for (int box = 0; box < Tile::BOXES_V; ++box, to.at[0] += Tile::BOX_V) {
+                        tma_store(map, to, staging + box * 64 * Tile::SPAN_V);
+                    }
+                    tma_store_commit();
+                    tma_store_wait_read();
+                }
+                __syncwarp();
+                if (lane == 0) barrier_arrive(exchange.q_barriers.empty(place));
+            }
+            slot.advance();
+        }
+        __syncwarp();
+        exchange.work.release(slot_work, lane == 0);
+    }
+}
+
+}  // namespace rawops
