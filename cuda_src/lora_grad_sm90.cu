@@ -1,11 +1,13 @@
 // The gradients of the low-rank factors on Hopper, bfloat16: scaling * x^T @ y for two pairs at once, x in bfloat16 and
 // y in float32. lora_grad.cu has the rest.
 //
-//   warp 8          TMA:  64 rows of x --> ring of stages
+//   warp 8          TMA:  128 rows of x --> ring of stages
 //   warpgroup 0, 1  64 rows of y --> as sums of bfloat16 values to shared memory; wgmma: sums += y^T @ x
 //
-// A block walks over all rows of COLS columns of an x. The warpgroups take turns with the stages, so that one converts
-// while the other multiplies. wgmma has 64 rows: RANK ranks of the first part of y, of the second and of the third.
+// The blocks of a cluster share out the rows of COLS columns of an x, or each would read all of y. Then every one adds up
+// a share of the columns from the sums of all, in the order of their ranks. The warpgroups have 64 rows of a stage each, so
+// that one may convert while the other multiplies. wgmma has 64 rows: RANK ranks of the first part of y, of the
+// second and of the third.
 #include "common/launches.cuh"
 #include "common/rank_parts.cuh"
 #include "common/wgmma.cuh"
@@ -27,21 +29,32 @@ struct HopperGradParams {
     float scaling;
 };
 
-constexpr int kGradRows = 64, kGradGroups = 2, kGradThreads = kGradGroups * kWarpGroupSize + kWarpSize;
+constexpr int kGradRows = 64, kGradGroups = 2, kGradStageRows = kGradGroups * kGradRows, kGradRing = 128 << 10, kGradThreads = kGradGroups * kWarpGroupSize + kWarpSize;
 
-// Shared memory: the ring, two buffers of y for each warpgroup, the barriers. The sums take over the ring.
-template <int RANK_, int COLS_> struct GradTile {
+// Shared memory: the ring, two buffers of y for each warpgroup, the barriers. The sums take over what the former have.
+template <int RANK_> struct GradTile {
     using T = __nv_bfloat16;
-    static constexpr int RANK = RANK_, COLS = COLS_, PARTS = RankParts<T>::COUNT;
-    static constexpr int STAGE_BYTES = kGradRows * COLS * 2, STAGES = (80 << 10) / STAGE_BYTES;
+    static constexpr int RANK = RANK_, CLUSTER = 2, SHARE = 64, COLS = CLUSTER * SHARE, PARTS = RankParts<T>::COUNT;
+    static constexpr int STAGE_BYTES = kGradStageRows * COLS * 2, STAGES = kGradRing / STAGE_BYTES;
     static constexpr int Y_TILES = ceil_div(RANK * PARTS, 64), Y_TILE_BYTES = kGradRows * 128;
     static constexpr int Y_BYTES = Y_TILES * Y_TILE_BYTES, Y_AT = STAGES * STAGE_BYTES;
     static constexpr int BARRIERS_AT = Y_AT + kGradGroups * 2 * Y_BYTES, BYTES = BARRIERS_AT + STAGES * 16;
     static constexpr int ENTRIES = RANK / 2;  // of a row of y, that a thread converts
     static constexpr int PITCH = COLS + 4;    // of the sums
     using OperandY = WgmmaOperand<false, kGradRows>;
-    using OperandX = WgmmaOperand<false, kGradRows>;
-    static_assert(kGradGroups * 64 * PITCH * 4 <= Y_AT, "the sums take over the ring");
+    using OperandX = WgmmaOperand<false, kGradStageRows>;
+    static_assert(kGradGroups * 64 * PITCH * 4 <= BARRIERS_AT, "the sums have room");
+};
+
+// The stages of a block.
+template <class Tile> struct GradRows {
+    int first, count;
+
+    __device__ explicit GradRows(int M) {
+        const int stages = ceil_div(M, kGradStageRows), slice = ceil_div(stages, Tile::CLUSTER);
+        first = cluster_rank() * slice;
+        count = clamp(stages - first, 0, slice);
+    }
 };
 
 // The ranks of a thread in the next stage: half of those of one row.
@@ -82,28 +95,28 @@ private:
     __device__ float (&four_of(int i))[4] { return *reinterpret_cast<float(*)[4]>(values + i); }
 };
 
-// A warpgroup: every second stage from its own on.
+// A warpgroup: its 64 rows of every stage.
 template <class Tile>
 __device__ inline void multiply_rows(float (&acc)[Tile::COLS / 2], const HopperGradParams& params,
                                      const HopperGradSide& side, int first_rank, uint32_t shared, int group,
                                      int thread) {
     const RingBarriers<Tile::STAGES> barriers{shared + Tile::BARRIERS_AT};
     const uint32_t buffers = shared + Tile::Y_AT + group * (2 * Tile::Y_BYTES);
-    const int stages = ceil_div(params.M, kGradRows);
+    const GradRows<Tile> rows(params.M);
     RingPosition<Tile::STAGES> slot;
     RowOfY<Tile> y;
-    slot.skip(group);
-    y.read(side, group * kGradRows, params.M, first_rank, params.rank, thread);
+    const int own = rows.first * kGradStageRows + group * kGradRows;
+    y.read(side, own, params.M, first_rank, params.rank, thread);
     int previous = -1;
 #pragma unroll 1
-    for (int stage = group, buffer = 0; stage < stages; stage += kGradGroups, buffer ^= 1) {
+    for (int stage = 0, buffer = 0; stage < rows.count; ++stage, buffer ^= 1) {
         const uint32_t place = buffers + buffer * Tile::Y_BYTES;
         y.store(place, thread);
-        y.read(side, (stage + kGradGroups) * kGradRows, params.M, first_rank, params.rank, thread);
+        y.read(side, own + (stage + 1) * kGradStageRows, params.M, first_rank, params.rank, thread);
         fence_async_proxy();
         sync_group<kWarpGroupSize>(1 + group);
         barrier_wait(barriers.full(slot.stage), slot.phase);
-        const uint64_t x = Tile::OperandX::descriptor(shared + slot.stage * Tile::STAGE_BYTES);
+        const uint64_t x = Tile::OperandX::descriptor(shared + slot.stage * Tile::STAGE_BYTES + group * kGradRows * 128);
         wgmma_fence();
 #pragma unroll
         for (int tile = 0; tile < Tile::Y_TILES; ++tile) {
@@ -118,7 +131,7 @@ __device__ inline void multiply_rows(float (&acc)[Tile::COLS / 2], const HopperG
         wgmma_wait<1>();  // the buffer that is filled next is free as well, after the barrier above
         if (previous >= 0 && thread == 0) barrier_arrive(barriers.empty(previous));
         previous = slot.stage;
-        slot.skip(kGradGroups);
+        slot.advance();
     }
     wgmma_wait<0>();
     hold(acc);
@@ -134,45 +147,57 @@ __device__ inline float exact_sum(const HopperGradParams& params, const HopperGr
     return sum;
 }
 
+// The block's share of the columns: four neighbouring ones of a rank at a time.
 template <class Tile>
-__device__ inline void write_sums(const float* sums, const HopperGradParams& params, const HopperGradSide& side,
+__device__ inline void write_sums(uint32_t sums, const HopperGradParams& params, const HopperGradSide& side,
                                   int first_rank, int first_col) {
     constexpr int COPIES = Tile::RANK * Tile::PARTS < 64 ? Tile::PARTS : 64 / Tile::RANK;  // in a warpgroup's rows
-    for (int i = threadIdx.x; i < Tile::RANK * Tile::COLS; i += kGradGroups * kWarpGroupSize) {
+    constexpr int FOURS = Tile::SHARE / 4;
+    const int share = cluster_rank() * Tile::SHARE;
+    for (int i = threadIdx.x; i < Tile::RANK * FOURS; i += kGradGroups * kWarpGroupSize) {
         const bool by_rank = side.out_col == 1;  // neighbouring threads write neighbouring entries
-        const int r = by_rank ? i % Tile::RANK : i / Tile::COLS, c = by_rank ? i / Tile::RANK : i % Tile::COLS;
+        const int r = by_rank ? i % Tile::RANK : i / FOURS, c = share + (by_rank ? i / Tile::RANK : i % FOURS) * 4;
         const int rank = first_rank + r, col = first_col + c;
         if (rank >= params.rank || col >= side.cols) continue;
-        float sum = 0;
+        float sum[4] = {};
 #pragma unroll
-        for (int group = 0; group < kGradGroups; ++group) {
+        for (int block = 0; block < Tile::CLUSTER; ++block) {
 #pragma unroll
-            for (int copy = 0; copy < COPIES; ++copy) {
-                sum += sums[(group * 64 + copy * Tile::RANK + r) * Tile::PITCH + c];
+            for (int part = 0; part < kGradGroups * COPIES; ++part) {
+                const int row = part / COPIES * 64 + part % COPIES * Tile::RANK + r;
+                float four[4];
+                load_from_rank(four, sums + (row * Tile::PITCH + c) * 4, block);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum[j] += four[j];
             }
         }
-        if (sum != sum) sum = exact_sum<Tile>(params, side, rank, col);
-        sum *= params.scaling;
-        const int64_t at = col * side.out_row + rank * side.out_col;
-        if (side.float_out) static_cast<float*>(side.out)[at] = sum;
-        else static_cast<typename Tile::T*>(side.out)[at] = narrow<typename Tile::T>(sum);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (col + j >= side.cols) break;
+            if (sum[j] != sum[j]) sum[j] = exact_sum<Tile>(params, side, rank, col + j);
+            const float value = params.scaling * sum[j];
+            const int64_t at = (col + j) * side.out_row + rank * side.out_col;
+            if (side.float_out) static_cast<float*>(side.out)[at] = value;
+            else static_cast<typename Tile::T*>(side.out)[at] = narrow<typename Tile::T>(value);
+        }
     }
 }
 
-// RANK ranks and COLS columns a block; the blocks that share columns are neighbours.
-template <int RANK, int COLS, class Tile = GradTile<RANK, COLS>>
-__global__ void __launch_bounds__(kGradThreads) lora_grad_sm90(const __grid_constant__ HopperGradParams params) {
+// RANK ranks and COLS columns a cluster; the clusters that share columns are neighbours.
+template <int RANK, class Tile = GradTile<RANK>>
+__global__ void __launch_bounds__(kGradThreads, 1) __cluster_dims__(Tile::CLUSTER, 1, 1)
+    lora_grad_sm90(const __grid_constant__ HopperGradParams params) {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t shared = shared_address(memory);
     const int thread = threadIdx.x % kWarpGroupSize, group = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0);
-    const int groups = ceil_div(params.rank, RANK), tiles = ceil_div(params.sides[0].cols, COLS);
-    const int first_rank = blockIdx.x % groups * RANK, tile = blockIdx.x / groups;
+    const int groups = ceil_div(params.rank, RANK), tiles = ceil_div(params.sides[0].cols, Tile::COLS);
+    const int number = blockIdx.x / Tile::CLUSTER, first_rank = number % groups * RANK, tile = number / groups;
     const HopperGradSide& side = params.sides[tile >= tiles];
-    const int first_col = (tile >= tiles ? tile - tiles : tile) * COLS;
+    const int first_col = (tile >= tiles ? tile - tiles : tile) * Tile::COLS;
     const RingBarriers<Tile::STAGES> barriers{shared + Tile::BARRIERS_AT};
 
     if (threadIdx.x == 0) {
-        barriers.init(1);
+        barriers.init(kGradGroups);
         prefetch_tensor_map(side.x);
     }
     for (int at = threadIdx.x * 16; at < kGradGroups * 2 * Tile::Y_BYTES; at += kGradThreads * 16) {
@@ -183,35 +208,38 @@ __global__ void __launch_bounds__(kGradThreads) lora_grad_sm90(const __grid_cons
     __syncthreads();
     await_launch_before();
 
-    float acc[COLS / 2] = {};
+    float acc[Tile::COLS / 2] = {};
     if (group < kGradGroups) {
         multiply_rows<Tile>(acc, params, side, first_rank, shared, group, thread);
     } else if (thread == 0) {
+        const GradRows<Tile> rows(params.M);
         RingPosition<Tile::STAGES> slot;
 #pragma unroll 1
-        for (int m = 0; m < params.M; m += kGradRows) {
+        for (int stage = 0; stage < rows.count; ++stage) {
+            const int m = (rows.first + stage) * kGradStageRows;
             barrier_wait(barriers.empty(slot.stage), slot.phase ^ 1);
             barrier_arrive_expect(barriers.full(slot.stage), Tile::STAGE_BYTES);
 #pragma unroll
-            for (int col = 0; col < COLS; col += 64) {
-                const uint32_t to = shared + slot.stage * Tile::STAGE_BYTES + col * kGradRows * 2;
+            for (int col = 0; col < Tile::COLS; col += 64) {
+                const uint32_t to = shared + slot.stage * Tile::STAGE_BYTES + col * kGradStageRows * 2;
                 tma_load(to, side.x, {first_col + col, m, 0, 0, 0}, barriers.full(slot.stage));
             }
             slot.advance();
         }
     }
     __syncthreads();  // the ring has been read
-
-    auto* sums = reinterpret_cast<float*>(memory);
-    if (group == kGradGroups) return;
-    const int lane = thread % kWarpSize, row = group * 64 + thread / kWarpSize * 16 + lane / 4;
+    if (group < kGradGroups) {
+        const int lane = thread % kWarpSize, row = group * 64 + thread / kWarpSize * 16 + lane / 4;
+        auto* sums = reinterpret_cast<float*>(memory);
 #pragma unroll
-    for (int i = 0; i < COLS / 2; i += 2) {
-        float* to = sums + (row + i / 2 % 2 * 8) * Tile::PITCH + i / 4 * 8 + lane % 4 * 2;
-        *reinterpret_cast<Vector<float, 2>*>(to) = {acc[i], acc[i + 1]};
+        for (int i = 0; i < Tile::COLS / 2; i += 2) {
+            float* to = sums + (row + i / 2 % 2 * 8) * Tile::PITCH + i / 4 * 8 + lane % 4 * 2;
+            *reinterpret_cast<Vector<float, 2>*>(to) = {acc[i], acc[i + 1]};
+        }
     }
-    sync_group<3, kGradGroups * kWarpGroupSize>();
-    write_sums<Tile>(sums, params, side, first_rank, first_col);
+    cluster_sync();  // the sums of all blocks are there
+    if (group < kGradGroups) write_sums<Tile>(shared, params, side, first_rank, first_col);
+    cluster_sync();  // and have been read
 }
 
 }  // namespace rawops

@@ -1,13 +1,14 @@
 // y = x @ a in float32 on Hopper, x (M, K) and a of a few columns: a pass over x, to be run beside a large product.
 //
-//   warps 8-11      TMA: 64 x 64 of x --> ring of stages;  cp.async: 64 rows of a --> the same stage
-//   warps 0-3, 4-7  mma: every second stage --> 16 rows of y each; their sums are added up at the end of a tile
+//   warp 12         TMA: 256 x 64 of x --> ring of stages
+//   warps 8-11      cp.async: 64 rows of a --> the same stage
+//   warps 0-3, 4-7  wgmma: 128 rows of y each
 //
-// TMA takes as long for a row of 32 bytes as for one of 128, and a may have the former, so that it comes by cp.async.
-// A block takes tiles of 64 rows blockIdx.x, blockIdx.x + gridDim.x, ...; blockIdx.y tells which ranks.
-#include "common/hopper.cuh"
+// An SM takes in a few boxes a microsecond, whatever their size: these are large. TMA takes as long for a row of 32 bytes
+// as for one of 128, and a may have the former, so that it comes by cp.async.
+// A block takes tiles of 256 rows blockIdx.x, blockIdx.x + gridDim.x, ...; blockIdx.y tells which ranks.
 #include "common/launches.cuh"
-#include "common/mma.cuh"
+#include "common/wgmma.cuh"
 
 namespace rawops {
 
@@ -21,26 +22,30 @@ struct NarrowParams {
     int extents[3], moves[3];  // of the batch; 0 for an axis along which x stays where it is
 };
 
-constexpr int kNarrowRows = 64, kNarrowK = 64, kNarrowGroups = 2, kNarrowLoaders = 128;
-constexpr int kNarrowWarps = 4, kNarrowConsumers = kNarrowGroups * kNarrowWarps * kWarpSize;  // warps of a group
-constexpr int kNarrowThreads = kNarrowConsumers + kNarrowLoaders;
+constexpr int kNarrowGroups = 2, kNarrowAtoms = 2, kNarrowRows = 64 * kNarrowGroups * kNarrowAtoms;
+constexpr int kNarrowK = 64, kNarrowLoaders = 128;
+constexpr int kNarrowRing = 208 << 10;  // bytes
+constexpr int kNarrowConsumers = kNarrowGroups * kWarpGroupSize;
+constexpr int kNarrowThreads = kNarrowConsumers + kNarrowLoaders + kWarpSize;
 
-// A stage: x swizzled as TMA writes it, then a with rows that are far enough apart for ldmatrix.
+// A stage: x and a, swizzled as TMA writes and wgmma reads them.
 template <int RANKS_, bool kByK_> struct NarrowTile {
     static constexpr int RANKS = RANKS_;
     static constexpr bool kByK = kByK_;
-    static constexpr int ROW_CHUNKS = kByK ? kNarrowK / 8 : RANKS / 8, CHUNKS = kNarrowK * RANKS / 8;  // of 16 bytes
-    static constexpr int PITCH = ROW_CHUNKS * 16 + 16;
-    static constexpr int X_BYTES = kNarrowRows * kNarrowK * 2;
-    static constexpr int STAGE_BYTES = ceil_div(X_BYTES + CHUNKS / ROW_CHUNKS * PITCH, 1024) * 1024;
-    static constexpr int STAGES = (192 << 10) / STAGE_BYTES < 14 ? (192 << 10) / STAGE_BYTES : 14;
-    static constexpr int SUMS_AT = STAGES * STAGE_BYTES;  // of the second group: those of a thread 128 threads apart
-    static constexpr int BARRIERS_AT = SUMS_AT + kNarrowRows * RANKS * 4;
+    static constexpr int SPAN = kByK ? kNarrowK * 2 : RANKS * 2, ROW_CHUNKS = SPAN / 16;  // of a row of a
+    static constexpr int CHUNKS = kNarrowK * RANKS / 8;                                   // of 16 bytes
+    static constexpr int BOX_BYTES = 64 * kNarrowK * 2, X_BYTES = kNarrowRows * kNarrowK * 2;
+    static constexpr int STAGE_BYTES = X_BYTES + CHUNKS * 16;
+    static constexpr int STAGES = kNarrowRing / STAGE_BYTES, BARRIERS_AT = STAGES * STAGE_BYTES;
+    using OperandA = WgmmaOperand<kByK, kNarrowK, SPAN>;
+    static_assert(STAGES >= 5, "for the lag of copies");
+    static_assert(STAGE_BYTES % 1024 == 0, "swizzles repeat");
 };
 
 // A loading thread's chunks of a stage of a: their places do not change from stage to stage.
 template <class T, class Tile> struct FactorLoader {
     static constexpr int COUNT = Tile::CHUNKS / kNarrowLoaders, STEP = kNarrowLoaders / Tile::ROW_CHUNKS;  // rows apart
+    static_assert(STEP % 8 == 0, "the swizzle is the same");
     const NarrowParams& params;
     const T* from;
     int row, col, to;
@@ -49,7 +54,7 @@ template <class T, class Tile> struct FactorLoader {
         : params(params_),
           row(thread / Tile::ROW_CHUNKS),
           col(thread % Tile::ROW_CHUNKS * 8),
-          to(row * Tile::PITCH + col * 2) {
+          to(Tile::X_BYTES + swizzled_offset<Tile::SPAN>(row, thread % Tile::ROW_CHUNKS)) {
         if (Tile::kByK) row += first_rank;
         else col += first_rank;
         from = static_cast<const T*>(params.a) + (Tile::kByK ? col + row * params.a_col : col + row * params.a_row);
@@ -63,107 +68,112 @@ template <class T, class Tile> struct FactorLoader {
         for (int i = 0; i < COUNT; ++i) {
             const bool exists = valid > 0 && row + i * STEP < end;
             const T* chunk = source + i * STEP * (Tile::kByK ? params.a_col : params.a_row);
-            cp_async<16>(stage + to + i * STEP * Tile::PITCH, exists ? chunk : params.a, exists ? valid : 0);
+            cp_async<16>(stage + to + i * STEP * Tile::SPAN, exists ? chunk : params.a, exists ? valid : 0);
         }
     }
 };
 
-// Sixteen rows times sixteen ranks at a time.
-template <class T, class Tile, bool kXByK>
-__device__ inline void multiply_narrow(float (&acc)[Tile::RANKS / 8][4], uint32_t stage, int warp, int lane) {
-#pragma unroll
-    for (int step = 0; step < kNarrowK / 16; ++step) {
-        uint32_t x[4];
-        const int x_row = kXByK ? warp * 16 + lane % 16 : step * 16 + lane % 8 + lane / 16 * 8;
-        const int x_chunk = kXByK ? step * 2 + lane / 16 : warp * 2 + lane / 8 % 2;
-        ldmatrix<!kXByK>(x, stage + swizzled_offset<128>(x_row, x_chunk));
-#pragma unroll
-        for (int pair = 0; pair < Tile::RANKS / 16; ++pair) {
-            uint32_t a[4];
-            const int rank = pair * 16 + lane / 16 * 8, k = step * 16 + lane / 8 % 2 * 8;
-            const int row = (Tile::kByK ? rank : k) + lane % 8, col = Tile::kByK ? k : rank;
-            ldmatrix<!Tile::kByK>(a, stage + Tile::X_BYTES + row * Tile::PITCH + col * 2);
-            MmaAtom<T>::multiply(acc[pair * 2], x, a[0], a[1]);
-            MmaAtom<T>::multiply(acc[pair * 2 + 1], x, a[2], a[3]);
-        }
-    }
-}
+// Where a tile is.
+struct NarrowPlace {
+    int m, batch, at[3];
 
-// The end of a tile: the first group adds the sums of the second, and writes those that exist.
-template <class Tile>
-__device__ inline void write_narrow(float (&acc)[Tile::RANKS / 8][4], const NarrowParams& params, uint32_t shared,
-                                    int64_t first, int rows, int first_rank, int group, int thread) {
-    const uint32_t sums = shared + Tile::SUMS_AT + thread * 16;
+    __device__ NarrowPlace(const NarrowParams& params, int index, int tiles)
+        : m(index % tiles * kNarrowRows), batch(index / tiles) {
+        const int inner = batch / params.extents[2];
+        at[0] = inner / params.extents[1] * params.moves[0];
+        at[1] = inner % params.extents[1] * params.moves[1];
+        at[2] = batch % params.extents[2] * params.moves[2];
+    }
+};
+
+// A thread's part of 64 rows of y from `row` of the tile on, as wgmma leaves it.
+template <int COUNT>
+__device__ inline void write_narrow(const float (&acc)[COUNT], const NarrowParams& params, const NarrowPlace& place,
+                                    int row, int first_rank) {
+    const int lane = threadIdx.x % kWarpSize, own = place.m + row + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
 #pragma unroll
-    for (int j = 0; j < Tile::RANKS / 8 && group > 0; ++j) store_shared(sums + j * kWarpGroupSize * 16, acc[j]);
-    sync_group<1, kNarrowConsumers>();
-#pragma unroll
-    for (int j = 0; j < Tile::RANKS / 8 && group == 0; ++j) {
-        const uint4 other = load_quad(sums + j * kWarpGroupSize * 16);
-        const uint32_t words[4] = {other.x, other.y, other.z, other.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = thread / kWarpSize * 16 + thread % kWarpSize / 4 + i / 2 * 8;
-            const int rank = first_rank + j * 8 + thread % 4 * 2 + i % 2;
-            const float sum = acc[j][i] + __uint_as_float(words[i]);
-            if (row < rows && rank < params.rank) params.y[(first + row) * params.y_row + rank] = sum;
+    for (int i = 0; i < COUNT; ++i) {
+        const int m = own + i / 2 % 2 * 8, rank = first_rank + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (m < params.M && rank < params.rank) {
+            params.y[(int64_t(place.batch) * params.M + m) * params.y_row + rank] = acc[i];
         }
     }
-    sync_group<2, kNarrowConsumers>();  // or the sums of the next tile come too early
 }
 
 template <class T, int RANKS, bool kXByK, bool kAByK, class Tile = NarrowTile<RANKS, kAByK>>
 __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __grid_constant__ NarrowParams params) {
     extern __shared__ __align__(1024) char memory[];
+    using OperandX = WgmmaOperand<kXByK, kNarrowK>;
     start_next_launch();
     const uint32_t ring = shared_address(memory);
     const RingBarriers<Tile::STAGES> barriers{ring + Tile::BARRIERS_AT};
-    const int group = threadIdx.x / kWarpGroupSize, warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
+    const int group = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0), thread = threadIdx.x % kWarpGroupSize;
     const int tiles = ceil_div(params.M, kNarrowRows), k_blocks = ceil_div(params.K, kNarrowK);
     const int first_rank = blockIdx.y * RANKS;
     if (threadIdx.x == 0) {
-        barriers.init(kNarrowWarps, 1 + kNarrowLoaders);
+        barriers.init(kNarrowGroups, 1 + kNarrowLoaders);
         prefetch_tensor_map(params.x);
     }
     __syncthreads();
 
-    const int loader = int(threadIdx.x) - kNarrowConsumers;  // of the loading threads
-    const FactorLoader<T, Tile> factor(params, first_rank, max_of(loader, 0));
+    const FactorLoader<T, Tile> factor(params, first_rank, thread);
+    StageCopies<Tile::STAGES, 3> copies{barriers};
     RingPosition<Tile::STAGES> slot;
 #pragma unroll 1
     for (int index = blockIdx.x; index < tiles * params.batches; index += gridDim.x) {
-        const int m = index % tiles * kNarrowRows, batch = index / tiles;
-        const int inner = batch / params.extents[2];
-        const int at[3] = {inner / params.extents[1], inner % params.extents[1], batch % params.extents[2]};
-        float acc[RANKS / 8][4] = {};
+        const NarrowPlace place(params, index, tiles);
+        if (group < kNarrowGroups) {
+            float acc[kNarrowAtoms][RANKS / 2] = {};
+            int previous = 0;
 #pragma unroll 1
-        for (int block = 0; block < k_blocks; ++block, slot.advance()) {
-            const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES;
-            const uint32_t full = barriers.full(slot.stage);
-            const int k = block * kNarrowK;
-            if (loader >= 0) {
-                barrier_wait(barriers.empty(slot.stage), slot.phase ^ 1);
-                if (loader == 0) {
-                    barrier_arrive_expect(full, Tile::X_BYTES);
-                    tma_load(stage, params.x,
-                             {kXByK ? k : m, kXByK ? m : k, at[2] * params.moves[2], at[1] * params.moves[1],
-                              at[0] * params.moves[0]},
-                             full);
+            for (int block = 0; block < k_blocks; ++block, slot.advance()) {
+                const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES;
+                const uint64_t x = OperandX::descriptor(stage + group * kNarrowAtoms * OperandX::ROWS_64);
+                const uint64_t a = Tile::OperandA::descriptor(stage + Tile::X_BYTES);
+                barrier_wait(barriers.full(slot.stage), slot.phase);
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < kNarrowK / 16; ++step) {
+#pragma unroll
+                    for (int i = 0; i < kNarrowAtoms; ++i) {
+                        Wgmma<RANKS>::template multiply<T, kXByK, kAByK>(
+                            acc[i], OperandX::advance(x, i, step), Tile::OperandA::advance(a, 0, step), 1);
+                    }
                 }
-                factor.fetch(stage + Tile::X_BYTES, k);
-                barrier_arrive_after_copies(full);
-            } else if (block % kNarrowGroups == group) {
-                barrier_wait(full, slot.phase);
-                multiply_narrow<T, Tile, kXByK>(acc, stage, warp, lane);
-                __syncwarp();
-                if (lane == 0) barrier_arrive(barriers.empty(slot.stage));
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (block > 0 && thread == 0) barrier_arrive(barriers.empty(previous));
+                previous = slot.stage;
+            }
+            wgmma_wait<0>();
+            if (thread == 0) barrier_arrive(barriers.empty(previous));
+#pragma unroll
+            for (int i = 0; i < kNarrowAtoms; ++i) {
+                hold(acc[i]);
+                write_narrow(acc[i], params, place, (group * kNarrowAtoms + i) * 64, first_rank);
+            }
+        } else {
+#pragma unroll 1
+            for (int k = 0; k < k_blocks * kNarrowK; k += kNarrowK, slot.advance()) {
+                const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES, full = barriers.full(slot.stage);
+                barrier_wait(barriers.empty(slot.stage), slot.phase ^ 1);
+                if (group == kNarrowGroups) {
+                    factor.fetch(stage, k);
+                    copies.commit();
+                } else if (thread == 0) {
+                    barrier_arrive_expect(full, Tile::X_BYTES);
+#pragma unroll
+                    for (int box = 0; box < (kXByK ? 1 : kNarrowRows / 64); ++box) {
+                        const int row = place.m + box * 64;
+                        const int last = kXByK ? k : row, next = kXByK ? row : k;
+                        tma_load(stage + box * Tile::BOX_BYTES, params.x,
+                                 {last, next, place.at[2], place.at[1], place.at[0]}, full);
+                    }
+                }
             }
         }
-        if (loader < 0) {
-            write_narrow<Tile>(acc, params, ring, int64_t(batch) * params.M + m, params.M - m, first_rank, group,
-                               threadIdx.x % kWarpGroupSize);
-        }
     }
+    copies.finish();
     await_launch_before();  // if this one is early: the next launch waits for this one alone
 }
 

@@ -5,31 +5,30 @@ Callers ask `supports` and, if so, keep what `plan` returns. Operands are `Opera
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from rawops._gemm_maps import SPAN, box_cols, encode, k_major, map_of, movable, tensor_maps
+from rawops._gemm_maps import SPAN, k_major, movable, tensor_maps
+from rawops._gemm_sm90_low_rank import LowRank
 from rawops._gemm_sm90_specs import (
     BIASED,
     BY_K,
-    BY_RANK,
     CLUSTERS,
     DIRECT,
-    EIGHTS,
     LORA,
     LORA_CLUSTER,
     MAX_STAGES,
+    NARROW_ROWS,
     PLAIN,
     RANKS,
     SM90,
     SM90_CLUSTER,
     STAGED,
 )
-from rawops._runtime.kernel import Function, ParamStruct
+from rawops._runtime.kernel import Function
 
 BLOCK_K = 64
 _SWIGLU = 5  # Activation in epilogue.cuh
@@ -51,15 +50,11 @@ _LATENCY = 550  # of a stage under way
 _COST_OF_CLUSTER = 250  # its barrier, and the way of the partial sums to other SMs, at
 _CLUSTER_BYTES = 80
 _COST_OF_RIDING = 10  # of lora_a's columns, beyond their number
-_COST_OF_READING = 700  # what the product that makes x @ a delays the others by, which
-_COST_OF_NARROW = 110  # takes for 64 rows and columns of x that come from the memory
+_COST_OF_READING = 700  # of a launch more, which makes x @ a and
+_COST_OF_NARROW, _COST_OF_NARROW_RANK = 83, 18  # takes for 256 rows of a K block, and for sixteen ranks more
 _COST_OF_SLICE = 40  # of sixteen ranks, beyond their products
 _COST_OF_SPLIT = 4400  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
-
-_LOW_RANK_CALL = ParamStruct(
-    "LowRankCall", a="tensormap", b="tensormap", y="pointer", y_row="int64", rank="int32", scaling="float32"
-)
 
 # --- which tile -----------------------------------------------------------------------------------------------------
 
@@ -69,8 +64,9 @@ class Problem:
     """What a configuration depends on.
 
     N counts columns of D; `parts` is 2 for swiglu, whose b is twice as wide. `rank` is that of a low-rank part, padded.
-    `grouped`: each of `batches` groups has M rows on average. `straddles`: rows of an operand begin inside lines of 128
-    bytes, so that a row of a box lies in two. _gemm_8bit_config.py derives that of 8-bit operands.
+    `narrow`: products such as x @ a that are made at the same time. `grouped`: each of `batches` groups has M rows on
+    average. `straddles`: rows of an operand begin inside lines of 128 bytes, so that a row of a box lies in two.
+    _gemm_8bit_config.py derives that of 8-bit operands.
     """
 
     itemsize: ClassVar[int] = 2
@@ -83,6 +79,7 @@ class Problem:
     finish: int = PLAIN
     parts: int = 1
     rank: int = 0
+    narrow: int = 1
     grouped: bool = False
     straddles: bool = False
     transposed: ClassVar[bool] = False
@@ -135,8 +132,8 @@ class Config:
     """A tile `block_m` x `block_n` of a @ b and its ring, the order of tiles, and what that costs.
 
     The blocks of a cluster share a tile, each a slice of K. `rides`: the columns of lora_a go along the K loop;
-    otherwise x @ a, if wanted, is made before. Blocks that run at the same time work on `raster_rows` rows of tiles, to
-    share operands in the L2.
+    otherwise `beside` blocks of another launch make x @ a, if wanted. Blocks that run at the same time work on
+    `raster_rows` rows of tiles, to share operands in the L2.
     """
 
     block_m: int
@@ -149,6 +146,7 @@ class Config:
     blocks: int
     waves: int
     cost: int
+    beside: int = 0
 
     @property
     def consumers(self) -> int:
@@ -242,7 +240,22 @@ def configure(
     config = Config(block_m, block_n, 0, cluster, ping_pong, rides, -(-tiles_m // bands), blocks, waves, 0)
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
     config = replace(config, stages=max(min(stages, MAX_STAGES), 0))
-    return replace(config, cost=_cost(problem, config, sm_count, tiles, at_a_time))
+    config = replace(config, cost=_cost(problem, config, sm_count, tiles, at_a_time))
+    return config if rides or not problem.rank else _with_blocks_beside(problem, config, sm_count, tiles)
+
+
+def _with_blocks_beside(problem: Problem, config: Config, sm_count: int, tiles: int) -> Config:
+    """Choose the blocks that make x @ a, and add what they delay the others by.
+
+    SMs that have a tile less than others lose nothing by that, as long as x @ a is there when the first tiles end.
+    """
+    rows = problem.batches * -(-problem.M // NARROW_ROWS)
+    takes = problem.k_blocks * (_COST_OF_NARROW + problem.rank * _COST_OF_NARROW_RANK // 16)
+    spare, tile = config.waves * sm_count - tiles * config.cluster, config.cost // config.waves
+    counts = {min(rows, n // problem.narrow) for n in (spare, sm_count)} - {0}
+    delays = {n: -(-rows // n) * takes - (tile if n * problem.narrow <= spare else 0) for n in counts}
+    beside = min(delays, key=lambda n: (max(delays[n], 0), n))
+    return replace(config, cost=config.cost + _COST_OF_READING + max(delays[beside], 0), beside=beside)
 
 
 def tiles_at_a_time(cluster: int, sm_count: int) -> int:
@@ -284,8 +297,6 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     cost = config.waves * finish
     for wave in range(config.waves):
         cost += max(main_loop, memory * min(tiles - wave * at_a_time, at_a_time) // tiles)
-    if problem.rank and not config.rides:
-        cost = max(cost + _COST_OF_READING, problem.k_blocks * _COST_OF_NARROW + finish)
     return cost
 
 
@@ -298,15 +309,6 @@ def wants_split(problem: Problem, config: Config, sm_count: int) -> bool:
 
 
 # --- from operands to a launch --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """The operands of a low-rank part: a is (K, rank), b is (rank, N)."""
-
-    a: Any
-    b: Any
-    rank: int
 
 
 def supports(
@@ -388,9 +390,9 @@ def plan(
     low_rank_call = None
     if low_rank is not None:
         choices |= {"rank": min(problem.rank, RANKS[-1]), "rides": config.rides}
-        choices["lora_a"] = _lora_a_layout(low_rank, K) if config.rides else BY_K
-        choices["lora_b_k_major"] = _majors(low_rank, N, K)[1]
-        low_rank_call = _low_rank_call(device, low_rank, problem, N, config.share(problem))
+        choices["lora_a"] = low_rank.a_layout(K) if config.rides else BY_K
+        choices["lora_b_k_major"] = low_rank.majors(N, K)[1]
+        low_rank_call = low_rank.call(device, N, K, min(problem.rank, RANKS[-1]), config.share(problem))
         spec = LORA if config.cluster == 1 else LORA_CLUSTER
     elif config.cluster > 1:
         spec = SM90_CLUSTER
@@ -410,32 +412,6 @@ def may_begin_early(blocks: int, sm_count: int) -> bool:
     return 2 * blocks <= sm_count or 16 * blocks >= 15 * sm_count
 
 
-def _low_rank_call(device, low_rank: LowRank, problem: Problem, N: int, share: int) -> Callable:
-    """Return a function to the kernel's LowRankCall.
-
-    It takes the scaling, the addresses of both factors, and the address and row stride of x @ a, where that is made
-    before.
-    """
-    a, b, rank, step = low_rank.a, low_rank.b, low_rank.rank, min(problem.rank, RANKS[-1])
-    a_k_major, b_k_major = _majors(low_rank, N, problem.K)
-    if _lora_a_layout(low_rank, problem.K) == EIGHTS:
-        of_a = map_of(a, (problem.K // 8, 64), (64, 1), True, BLOCK_K // 8, 64, (1, 1, 1))
-        of_a = functools.partial(of_a, swizzle=0)
-    else:
-        of_a = map_of(a, (rank, a.col), (problem.K, a.row), a_k_major, step, BLOCK_K, (1, 1, 1))
-    describe = [
-        of_a,
-        map_of(b, (N, b.col), (rank, b.row), b_k_major, share if b_k_major else box_cols(share), step, (1, 1, 1)),
-    ]
-
-    @functools.lru_cache(maxsize=64)
-    def call(scaling: float, a_address: int, b_address: int, y_address: int = 0, y_row: int = 0) -> bytes:
-        maps = encode(device, describe, (a_address, b_address))
-        return _LOW_RANK_CALL.pack(*maps, y_address, y_row, rank, scaling)
-
-    return call
-
-
 def describe_problem(
     operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, low_rank: LowRank | None = None
 ) -> Problem | None:
@@ -446,15 +422,16 @@ def describe_problem(
     parts = 2 if activation == _SWIGLU else 1
     majors = [k_major(a, M, K, a.row, a.col), k_major(b, N, K, b.col, b.row)]
     if low_rank is not None:
-        majors += _majors(low_rank, N, K)
+        majors += low_rank.majors(N, K)
     wide = [*majors[1:2], *majors[3:]]  # of b and lora_b: where columns are contiguous, up must start on 16 bytes too
     transposed = a.dtype == "tf32" and majors == [True, False] and parts == 1
     if None in majors or (parts == 2 and N // 2 % 8 and not all(wide)):
         return None
     if a.itemsize != 2 and not all(majors) and not transposed:
         return None
-    rank = 0
+    rank, narrow = 0, 1
     if low_rank is not None:
+        narrow = low_rank.narrow
         rank = next((step for step in RANKS if step >= low_rank.rank), -(-low_rank.rank // RANKS[-1]) * RANKS[-1])
     finish = DIRECT
     whole = N // parts % 8 == 0  # TMA stores whole chunks of 16 bytes, also those that reach out of the tensor
@@ -466,18 +443,4 @@ def describe_problem(
     straddles = any(pitch * a.itemsize % SPAN for pitch in pitches)
     if transposed:
         return kind(N, M, K, math.prod(extents), False, True, DIRECT, straddles=straddles)
-    return kind(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank, straddles=straddles)
-
-
-def _lora_a_layout(low_rank: LowRank, K: int) -> int:
-    """Tell how the kernel is to read a that rides; TMA takes as long for a row of 16 bytes as for one of 128."""
-    a = low_rank.a
-    if low_rank.rank == 8 and (a.row, a.col) == (8, 1) and K % 8 == 0:
-        return EIGHTS
-    return BY_K if _majors(low_rank, 1, K)[0] else BY_RANK
-
-
-def _majors(low_rank: LowRank, N: int, K: int) -> list[bool | None]:
-    """Tell which axes of lora_a and lora_b are contiguous, as `k_major`; the rank is the K of lora_b."""
-    a, b, rank = low_rank.a, low_rank.b, low_rank.rank
-    return [k_major(a, rank, K, a.col, a.row), k_major(b, N, rank, b.col, b.row)]
+    return kind(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank, narrow, straddles=straddles)

@@ -8,6 +8,7 @@ RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
 PLAIN, STAGED, BIASED, DIRECT = range(4)  # Finish in hopper_tile.cuh
 BY_RANK, BY_K, EIGHTS = range(3)  # LoraA in hopper_tile.cuh
 MAX_STAGES = 8
+NARROW_ROWS = 256  # of a tile of the product that makes x @ a
 
 TILE_CHOICES = {
     "dtype": ("float16", "bfloat16", "float32"),  # float32 as TF32

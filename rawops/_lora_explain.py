@@ -8,6 +8,7 @@ import math
 from rawops import _gemm_sm90
 from rawops._gemm_explain import LAYOUTS, MAX_SIZE, explain_hopper
 from rawops._gemm_operands import Operand
+from rawops._gemm_sm90_low_rank import LowRank
 from rawops._runtime import checks, dtypes
 from rawops._runtime.explain import Explanation, add_roofline
 from rawops._runtime.paper import PaperArray, PaperDevice
@@ -39,7 +40,7 @@ def explain(options: argparse.Namespace, device: PaperDevice) -> Explanation:
     if any("lora_sm90" in kernel for kernel in kernels):
         out = device.array((M, N), dtype)
         described = {name: _operand(array) for name, array in (("a", x), ("b", c), ("out", out))}
-        low_rank = _gemm_sm90.LowRank(_operand(a), _operand(b), r)
+        low_rank = LowRank(_operand(a), _operand(b), r)
         problem = _gemm_sm90.describe_problem(described, M, N, K, (1, 1, 1), 0, low_rank)
         candidates = _gemm_sm90.candidates(problem, device.sm_count, device.max_shared_bytes)
         found.why.append(

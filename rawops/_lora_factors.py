@@ -13,7 +13,8 @@ from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 _COLUMNS, _RANKS, _THREADS = 64, 16, 256  # of a block
 _SHARED_BYTES = 8 * 4 * 16 * (128 + 64)  # the rings of its warps
-_HOPPER_ROWS, _HOPPER_THREADS, _HOPPER_RING = 64, 288, 80 << 10
+_HOPPER_ROWS, _HOPPER_COLUMNS, _CLUSTER = 128, 128, 2  # of a stage, of a cluster and its blocks
+_HOPPER_THREADS, _HOPPER_RING = 288, 128 << 10
 _HOPPER_RANKS = (16, 32, 64)
 
 
@@ -46,9 +47,9 @@ GRAD = KernelSpec(
 GRAD_SM90 = KernelSpec(
     source="lora_grad_sm90.cu",
     entry="rawops::lora_grad_sm90",
-    template=("ranks", "cols"),
-    choices={"ranks": _HOPPER_RANKS, "cols": (64, 128)},
-    smoke=({"ranks": 16, "cols": 64}, {"ranks": 64, "cols": 64}, {"ranks": 64, "cols": 128}),
+    template=("ranks",),
+    choices={"ranks": _HOPPER_RANKS},
+    smoke=({"ranks": 16}, {"ranks": 64}),
     min_arch=90,
     max_arch=90,
     params=_HOPPER_PARAMS,
@@ -87,8 +88,7 @@ def _pack(device, operand: Operand, x, y, out) -> tuple:
 
 def _on_hopper(device, operands: list, sides: tuple, scaling: float, rank: int) -> None:
     ranks = next((step for step in _HOPPER_RANKS if step >= rank), _HOPPER_RANKS[-1])
-    rows, groups = sides[0][0].shape[0], -(-rank // ranks)
-    cols = 128 if _wide(device, ranks, groups * sum(-(-x.shape[1] // 64) for x, *_ in sides)) else 64
+    rows, groups, cols = sides[0][0].shape[0], -(-rank // ranks), _HOPPER_COLUMNS
     tiles = sum(-(-x.shape[1] // cols) for x, *_ in sides)
     packed = []
     for operand, side in zip(operands, sides, strict=True):
@@ -97,14 +97,9 @@ def _on_hopper(device, operands: list, sides: tuple, scaling: float, rank: int) 
         packed += [field for i, field in enumerate(y_and_on) if i != 4]  # x_col is 1
     y_bytes = -(-ranks * 3 // 64) * 64 * 128
     shared = _HOPPER_RING + 4 * y_bytes + _HOPPER_RING // (_HOPPER_ROWS * cols * 2) * 16
-    kernel = GRAD_SM90.kernel(device, ranks=ranks, cols=cols)
+    kernel = GRAD_SM90.kernel(device, ranks=ranks)
     params = _HOPPER_PARAMS.pack(*packed, rows, rank, scaling)
-    kernel.launch((tiles * groups, 1, 1), (_HOPPER_THREADS, 1, 1), (params,), shared, True)
-
-
-def _wide(device, ranks: int, blocks: int) -> bool:
-    """Tell whether a block should have 128 columns, which converts y half as often, instead of 64."""
-    return ranks > 16 and blocks > device.sm_count
+    kernel.launch((tiles * groups * _CLUSTER, 1, 1), (_HOPPER_THREADS, 1, 1), (params,), shared, True)
 
 
 @functools.lru_cache(maxsize=256)

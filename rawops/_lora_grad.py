@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,20 +22,18 @@ _FUNCTION = "lora_linear_backward"
 
 
 class _InputGradient(LowRankProduct):
-    """dX, which keeps dY = dO @ b^T where it makes that first, for the thread that asked.
+    """dX, which keeps dY = dO @ b^T where it makes that first, for the thread that asked, and makes Y beside it."""
 
-    With `beside` it makes dY beside the launch before. These are the addresses of dO and c: where copies take their
-    place, these have been launched in between.
-    """
+    narrow = 2
 
     def __init__(self, scaling: float) -> None:
         super().__init__(_FUNCTION, None, scaling)
         self._of_thread = threading.local()
 
-    def run(self, operands: tuple, beside: tuple | None):
-        """Run and return dY, None where it has not been made."""
+    def run(self, operands: tuple, make_y: Callable[[int], bool]):
+        """Run and return dY, None where it has not been made; `make_y` takes blocks and tells whether it launched."""
         own = self._of_thread
-        own.dy, own.beside = None, beside
+        own.dy, own.make_y = None, make_y
         self(operands)
         return own.__dict__.pop("dy")
 
@@ -43,8 +41,10 @@ class _InputGradient(LowRankProduct):
         self._of_thread.dy, _ = made = super().y_workspace(device, shape)
         return made
 
-    def may_overlap(self, addresses: list) -> bool:
-        return tuple(addresses[:2]) == self._of_thread.beside
+    def launch_beside(self, blocks: int) -> bool:
+        own = self._of_thread
+        make_y, own.make_y = own.make_y, None  # once, also if dX is made in several products
+        return make_y is not None and make_y(blocks)
 
 
 def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) -> tuple:
@@ -154,12 +154,15 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
     dx, da, db = results
     rows, rank = math.prod(x.shape[:-1]), a.shape[1]
     is_plain, is_wide = rank == 0 or rows == 0 or scaling == 0, x.dtype.itemsize > 2
-    y = beside = None
     flat_x, flat_dout = x.reshape(rows, x.shape[-1]), dout.reshape(rows, dout.shape[-1])
-    if not is_plain and not is_wide:
-        y, narrow = _low_rank(device, flat_x, a)
-        beside = (device.pointer(dout), device.pointer(c)) if narrow else None
-    dy = _input_gradient(scaling).run((dout, c.T, dx, None, None, None, b.T, a.T), beside)
+    y = None
+
+    def make_y(blocks: int) -> bool:
+        nonlocal y
+        y = _narrow_product(device, flat_x, a, blocks)
+        return y is not None
+
+    dy = _input_gradient(scaling).run((dout, c.T, dx, None, None, None, b.T, a.T), make_y)
     if is_plain:
         da[...] = db[...] = 0
     elif is_wide:
@@ -167,28 +170,42 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
         step((flat_x.T, step((flat_dout, b.T, *NOTHING)), da, *NOTHING[1:]), alpha, ZERO)
         step((step((flat_x, a, *NOTHING)).T, flat_dout, db, *NOTHING[1:]), alpha, ZERO)
     else:
-        dy = _low_rank(device, flat_dout, b.T)[0] if dy is None else dy.reshape(rows, -1)
+        y = _low_rank(device, flat_x, a) if y is None else y
+        dy = _low_rank(device, flat_dout, b.T) if dy is None else dy.reshape(rows, -1)
         factor_gradients(device, ((flat_x, dy, da), (flat_dout, y, db.T)), scaling, rank)
 
 
-def _low_rank(device, x, a) -> tuple:
-    """Return x @ a in float32, and whether the last launch was that of a `NarrowProduct`."""
+def _low_rank(device, x, a):
+    """Return x @ a in float32."""
+    y = _narrow_product(device, x, a, device.sm_count)
+    if y is None:
+        y = _y_of(device, x, a)
+        _step()((x, a, y[:, : a.shape[1]], *NOTHING[1:]))
+    return y
+
+
+def _narrow_product(device, x, a, blocks: int):
+    """Return x @ a in float32, made by a `NarrowProduct`; None where that cannot be."""
+    if not NARROW.exists_on(device.capability):
+        return None
     (rows, K), rank = x.shape, a.shape[1]
-    y = device.empty((rows, row_of_y(rank)), np.dtype("float32"))
-    if NARROW.exists_on(device.capability):
-        x_operand, a_operand = operand_of(device, x), operand_of(device, a)
-        x_major = k_major(x_operand, rows, K, x_operand.row, x_operand.col)
-        a_major = k_major(a_operand, rank, K, a_operand.col, a_operand.row)
-        if x_major is not None and a_major is not None:
-            strides = (x_operand.row, x_operand.col, a_operand.row, a_operand.col)
-            narrow = _narrow(device, x_operand.dtype, strides, (rows, K, rank))
-            narrow.run(*(device.pointer(m) for m in (x, a, y)))
-            return y, True
-    _step()((x, a, y[:, :rank], *NOTHING[1:]))
-    return y, False
+    x_operand, a_operand = operand_of(device, x), operand_of(device, a)
+    x_major = k_major(x_operand, rows, K, x_operand.row, x_operand.col)
+    a_major = k_major(a_operand, rank, K, a_operand.col, a_operand.row)
+    if x_major is None or a_major is None:
+        return None
+    y = _y_of(device, x, a)
+    strides = (x_operand.row, x_operand.col, a_operand.row, a_operand.col)
+    narrow = _narrow(device, x_operand.dtype, strides, (rows, K, rank), blocks)
+    narrow.run(*(device.pointer(m) for m in (x, a, y)))
+    return y
+
+
+def _y_of(device, x, a):
+    return device.empty((x.shape[0], row_of_y(a.shape[1])), np.dtype("float32"))
 
 
 @functools.lru_cache(maxsize=64)
-def _narrow(device, dtype: str, strides: tuple, sizes: tuple) -> NarrowProduct:
+def _narrow(device, dtype: str, strides: tuple, sizes: tuple, blocks: int) -> NarrowProduct:
     x, a = (Operand(dtype, 2, 0, *pair, [0, 0, 0]) for pair in (strides[:2], strides[2:]))
-    return NarrowProduct(device, x, a, *sizes, (1, 1, 1), row_of_y(sizes[2]))
+    return NarrowProduct(device, x, a, *sizes, (1, 1, 1), row_of_y(sizes[2]), blocks)

@@ -9,6 +9,7 @@ from rawops import _gemm_sm90
 from rawops._gemm_call import ONE, Launch, OnHopper, Product
 from rawops._gemm_config import DTYPES, SWIGLU, Problem
 from rawops._gemm_operands import ROLES, Options, Request, layout_of
+from rawops._gemm_sm90_low_rank import LowRank
 from rawops._lora_config import LOW_RANK, READING, RIDING, LoraConfig, select_config, shared_bytes
 from rawops._lora_sm90 import NarrowProduct
 from rawops._runtime import checks, dtypes
@@ -26,6 +27,7 @@ class LowRankProduct(Base):
     """x @ c with the low-rank part beside it."""
 
     roles = (*ROLES, "lora_a", "lora_b")
+    narrow = 1  # products made beside that with c, x @ a among them
 
     def __init__(self, function: str, activation: str | None, scaling: float, workspaces: dict | None = None) -> None:
         options = Options(activation)
@@ -54,18 +56,19 @@ class LowRankProduct(Base):
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         a, rank = further["lora_a"], request.arrays["lora_a"].shape[1]
-        low_rank = _gemm_sm90.LowRank(a, further["lora_b"], rank)
+        low_rank = LowRank(a, further["lora_b"], rank, self.narrow)
         if not _gemm_sm90.supports(*described, low_rank):
             return None
         plan, count = _gemm_sm90.plan(*described, low_rank), len(ROLES)
         if plan.config.rides:
             return OnHopper(plan, shape, lambda _, addresses: ((self.scaling, *addresses[count:]), None))
         (device, inputs, M, _, K, extents, _), y_row = described, row_of_y(rank)
-        step = NarrowProduct(device, inputs["a"], a, M, K, rank, extents, y_row)
+        blocks = plan.config.beside
+        step = NarrowProduct(device, inputs["a"], a, M, K, rank, extents, y_row, blocks)
 
         def tail(operands: tuple, addresses: list) -> tuple[tuple, object]:
             y, y_address = self.y_workspace(device, (*operands[0].shape[:-1], y_row))
-            step.run(addresses[0], addresses[count], y_address, self.may_overlap(addresses))
+            step.run(addresses[0], addresses[count], y_address, self.launch_beside(blocks))
             return (self.scaling, *addresses[count:], y_address, y_row), y
 
         return OnHopper(replace(plan, early=True), shape, tail)
@@ -74,8 +77,8 @@ class LowRankProduct(Base):
         """Return where x @ a goes, and its address."""
         return self.workspace(device, shape, dtypes.numpy("float32"))
 
-    def may_overlap(self, addresses: list) -> bool:
-        """Tell whether x @ a may be made beside the launch before, from the addresses of the operands."""
+    def launch_beside(self, blocks: int) -> bool:
+        """Launch what is to run beside x @ a, on as many blocks, and tell whether there is such a thing."""
         return False
 
     def configure(self, device, request: Request, problem: Problem) -> LoraConfig:

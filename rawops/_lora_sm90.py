@@ -6,10 +6,10 @@ import functools
 import math
 
 from rawops._gemm_maps import encode, k_major, map_of
-from rawops._gemm_sm90_specs import RANKS
+from rawops._gemm_sm90_specs import NARROW_ROWS, RANKS
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
-_ROWS, _THREADS = 64, 384  # of a tile, of a block
+_THREADS, _RING_BYTES = 416, 208 << 10
 
 _NARROW = ParamStruct(
     "NarrowParams",
@@ -41,7 +41,7 @@ NARROW = KernelSpec(
 
 
 class NarrowProduct:
-    """y = x @ a in float32, for x and a that TMA can read: a pass over x on all SMs.
+    """y = x @ a in float32, for x and a that TMA can read: a pass over x.
 
     A large product launched behind begins on the SMs that this one leaves.
 
@@ -54,18 +54,20 @@ class NarrowProduct:
     extents : tuple of 3 int
     y_row : int
         Row stride of y, which has the rows of all batches.
+    blocks : int
+        That share out the rows, at most.
     """
 
-    def __init__(self, device, x, a, M: int, K: int, rank: int, extents: tuple, y_row: int) -> None:
+    def __init__(self, device, x, a, M: int, K: int, rank: int, extents: tuple, y_row: int, blocks: int) -> None:
         x_by_k, a_by_k = k_major(x, M, K, x.row, x.col), k_major(a, rank, K, a.col, a.row)
         ranks = next((step for step in RANKS if step >= rank), RANKS[-1])
         self._kernel = NARROW.kernel(device, dtype=x.dtype, ranks=ranks, x_by_k=x_by_k, a_by_k=a_by_k)
         batches = math.prod(extents)
-        self._grid = min(batches * -(-M // _ROWS), device.sm_count), -(-rank // ranks), 1
-        self._shared_bytes = _shared_bytes(ranks, a_by_k)
+        self._grid = min(batches * -(-M // NARROW_ROWS), blocks), -(-rank // ranks), 1
+        self._shared_bytes = _shared_bytes(ranks)
         moves = [int(n > 1 and s != 0) for n, s in zip(extents, x.batch, strict=True)]
         self._numbers = a.row, a.col, y_row, M, K, rank, batches, *extents, *moves
-        describe = [map_of(x, (M, x.row), (K, x.col), x_by_k, _ROWS, 64, extents)]
+        describe = [map_of(x, (M, x.row), (K, x.col), x_by_k, NARROW_ROWS if x_by_k else 64, 64, extents)]
         self._map = functools.lru_cache(maxsize=64)(lambda address: encode(device, describe, (address,))[0])
 
     def run(self, x: int, a: int, y: int, early: bool = False) -> None:
@@ -77,8 +79,6 @@ class NarrowProduct:
         self._kernel.launch(self._grid, (_THREADS, 1, 1), (params,), self._shared_bytes, early)
 
 
-def _shared_bytes(ranks: int, a_by_k: bool) -> int:
-    row_bytes, rows = (128, ranks) if a_by_k else (2 * ranks, 64)
-    stage = -(-(_ROWS * 128 + rows * (row_bytes + 16)) // 1024) * 1024
-    stages = min((192 << 10) // stage, 14)
-    return stages * (stage + 16) + _ROWS * ranks * 4
+def _shared_bytes(ranks: int) -> int:
+    stage = (NARROW_ROWS + ranks) * 128
+    return _RING_BYTES // stage * (stage + 16)

@@ -194,8 +194,7 @@ def test_split_k(device, rng):
     same(device, op(device.put(x), device.put(indices)), reference(x, c, adapters, indices))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_intermediate_past_65504(device, dtype):
+def check_intermediate_past_65504(device, dtype):
     """x @ a of 64 * 64 * K beside one of 1: no limit for the one, no loss for the other."""
     K = 512 if device.is_emulated else 4096
     x, c = np.full((3, K), 64, DTYPES[dtype]), np.zeros((K, 40), DTYPES[dtype])
@@ -207,7 +206,11 @@ def test_intermediate_past_65504(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_intermediate_is_float32(device, rng, dtype):
+def test_intermediate_past_65504(device, dtype):
+    check_intermediate_past_65504(device, dtype)
+
+
+def check_intermediate_is_float32(device, rng, dtype):
     """In a float32 result, where a rounding of x @ a to 16 bits would show."""
     M, N, K, rank = 20, 40, 96, 24
     x = (rng.standard_normal((M, K)) * 200).astype(DTYPES[dtype])
@@ -225,7 +228,11 @@ def test_intermediate_is_float32(device, rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_non_finite_values(device, rng, dtype):
+def test_intermediate_is_float32(device, rng, dtype):
+    check_intermediate_is_float32(device, rng, dtype)
+
+
+def check_non_finite_values(device, rng, dtype):
     """Infinity and NaN in one adapter or row of x reach what IEEE arithmetic says, and no other row or column."""
     M, N, K = 12, 40, 24
     x, c = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
@@ -248,6 +255,11 @@ def test_non_finite_values(device, rng, dtype):
             want[rows, columns] += references.gemm(references.gemm(x[rows], a), b)
     np.testing.assert_array_equal(got, want.astype(DTYPES[dtype]).astype(np.float64))
     assert np.isinf(got[indices == 0][:, 3]).any() and np.isfinite(got[indices == -1]).sum() >= N * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_non_finite_values(device, rng, dtype):
+    check_non_finite_values(device, rng, dtype)
 
 
 # --- slices and epilogue --------------------------------------------------------------------------------------------
@@ -396,6 +408,15 @@ def test_single_row(device, rng):
         )
     base = rawops.gemm(device.put(x), weight, residual=device.put(residual), activation="silu")
     np.testing.assert_array_equal(bits(device, out), bits(device, base))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hopper_intermediate(hopper, rng, dtype):
+    """float32, without a limit, and what is infinite or NaN stays where it belongs."""
+    check_intermediate_past_65504(hopper, dtype)
+    check_intermediate_is_float32(hopper, rng, dtype)
+    check_non_finite_values(hopper, rng, dtype)
+    assert ran_on_hopper(hopper, "lora_multi_sm90")
 
 
 def test_hopper_rows_without_an_adapter(hopper, rng):

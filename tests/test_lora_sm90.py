@@ -210,6 +210,8 @@ def test_select_config(rank, k_major):
         config = sm90.select_config(sm90.Problem(M, N, 4096, b_k_major=k_major, rank=rank), **H200)
         assert config.rides == (M <= 64) and config.stages >= 3
         assert config.cost <= 1.25 * plain.cost
+        spare = config.waves * 132 - -(-M // config.block_m) * -(-N // config.block_n)  # SMs with a tile less
+        assert config.rides or 0 < config.beside <= spare
 
 
 @pytest.mark.gpu

@@ -150,6 +150,34 @@ __device__ inline void bulk_add(float* destination, uint32_t source, int bytes) 
                  : "memory");
 }
 
+// A thread's cp.async copies to the stages of a ring whose barriers count it, for wgmma to read: it arrives LAG stages
+// later, when they are there and a fence is behind them. A consumer that lets a stage go when it has begun the next one
+// needs LAG <= STAGES - 2.
+template <int STAGES, int LAG> struct StageCopies {
+    RingBarriers<STAGES> barriers;
+    RingPosition<STAGES> last;  // that it has not arrived at
+    int pending = 0;
+
+    // Those to one more stage have been started.
+    __device__ void commit() {
+        cp_async_commit();
+        if (++pending > LAG) arrive<LAG>();
+    }
+    __device__ void finish() {
+#pragma unroll 1
+        while (pending > 0) arrive<0>();
+    }
+
+private:
+    template <int LEFT> __device__ void arrive() {
+        cp_async_wait<LEFT>();
+        fence_async_proxy();
+        barrier_arrive(barriers.full(last.stage));
+        last.advance();
+        --pending;
+    }
+};
+
 // --- warpgroups -----------------------------------------------------------------------------------------------------
 
 // Every warp of a warpgroup calls it; needs __launch_bounds__ with one block an SM.
