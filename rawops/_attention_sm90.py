@@ -225,6 +225,7 @@ class Plan:
     grid: tuple[int, int, int]
     maps: Callable[..., tuple[bytes, ...]]  # from the addresses of q, k, v and out
     wants_counter: bool
+    early: bool  # it may begin while the launch before still runs, for which the kernel waits
 
     def run(self, q: int, k: int, v: int, out: int, params: bytes, scales: bytes, taken: int) -> None:
         """Launch; `params` is the AttentionParams that all attention kernels take, `taken` a counter's address or 0.
@@ -232,7 +233,7 @@ class Plan:
         `scales` are AttentionScales with float8, else nothing.
         """
         values = (*self.maps(q, k, v, out), params, *([scales] if scales else []), self.config.section, taken)
-        self.kernel.launch(self.grid, (self.config.threads, 1, 1), values, self.config.shared_bytes)
+        self.kernel.launch(self.grid, (self.config.threads, 1, 1), values, self.config.shared_bytes, self.early)
 
 
 def plan(device, problem: Problem, views: Mapping[str, View], out_dtype: str, num_splits: int | None) -> Plan:
@@ -267,7 +268,9 @@ def plan(device, problem: Problem, views: Mapping[str, View], out_dtype: str, nu
     blocks = min(tiles, device.sm_count)
     # Of two tiles a block, there and back is as good an order as any, and equal ones need none.
     uneven = (problem.is_masked or problem.varlen) and tiles > 2 * blocks
-    return Plan(config, -(-problem.seqlen_q // config.block_m), kernel, (blocks, 1, 1), maps, uneven)
+    # If every SM gets a block, they may come to SMs that are done with the launch before.
+    early = blocks == device.sm_count
+    return Plan(config, -(-problem.seqlen_q // config.block_m), kernel, (blocks, 1, 1), maps, uneven, early)
 
 
 def _tiles(problem: Problem, config: Config) -> int:

@@ -12,13 +12,9 @@
 #include "dropout.cuh"
 #include "hopper_attention_copies.cuh"
 #include "hopper_attention_rows.cuh"
+#include "launches.cuh"
 
 namespace rawops {
-
-// What 16-bit operands are multiplied by beside the scale of all scores.
-struct NoScales {
-    __device__ void set(AttentionTask&, const AttentionParams&) const {}
-};
 
 // Of values of 8 bits; hopper_attention_8bit.cuh.
 template <class Tile> __device__ void transpose_values(const AttentionExchange<Tile>& exchange);
@@ -37,6 +33,7 @@ public:
     // Takes tiles until the producer has no more.
     __device__ void run() {
         RingPosition<Tile::PLACES> slot_work;
+        await_launch_before();
 #pragma unroll 1
         while (true) {
             const AttentionTask& work = exchange.work.take(slot_work);
@@ -403,6 +400,7 @@ template <class Tile, class Producer = AttentionProducer<Tile>, class Scales = N
 __device__ inline void run_attention(const AttentionMaps& maps, const AttentionParams& params, int section, int* taken,
                                      const Scales& scales = Scales(), const TensorMap* out_map = nullptr) {
     extern __shared__ __align__(1024) char shared[];
+    start_next_launch();
     const AttentionExchange<Tile> exchange(shared);
     if (threadIdx.x == 0) {
         exchange.init();

@@ -1,8 +1,14 @@
 // What the warps of the Hopper attention do that do not multiply: plan, fetch operands, take results away.
 #pragma once
 #include "hopper_attention_tile.cuh"
+#include "launches.cuh"
 
 namespace rawops {
+
+// What 16-bit operands are multiplied by beside the scale of all scores.
+struct NoScales {
+    __device__ void set(AttentionTask&, const AttentionParams&) const {}
+};
 
 // The producer: one thread that keeps the rings full, and another one that plans the tiles.
 template <class Tile> class AttentionProducer {
@@ -14,7 +20,10 @@ public:
         : maps(maps_), params(params_), exchange(exchange_) {}
 
     template <class Scales> __device__ void run(const AttentionSchedule<false>& schedule, const Scales& scales) {
-        if (threadIdx.x == 0) take_tiles([&](const AttentionTask& work) { load(work); }, true);
+        if (threadIdx.x == 0) {
+            await_launch_before();
+            take_tiles([&](const AttentionTask& work) { load(work); }, true);
+        }
         if (threadIdx.x == kWarpSize) plan(schedule, scales);
     }
 
@@ -22,6 +31,8 @@ protected:
     // Says what comes next, well ahead: its divisions and what it asks of global memory take long.
     template <class Scales> __device__ void plan(const AttentionSchedule<false>& schedule, const Scales& scales) const {
         RingPosition<Tile::PLACES> slot;
+        const AttentionCall& call = params.call;
+        if (call.cu_seqlens_q || call.seqlens_k || !is_same<Scales, NoScales>) await_launch_before();  // they are read
 #pragma unroll 1
         for (int index = blockIdx.x; index < schedule.count; index = schedule.after(index)) {
             // One tile, but for sequences that are longer than stated, and the rows past the last one.
@@ -36,6 +47,7 @@ protected:
                 scales.set(work, params);
                 exchange.work.put(slot);
             }
+            await_launch_before();  // which may use the counter of tiles
         }
         exchange.work.next(slot).tile = -1;  // the end
         exchange.work.put(slot);
