@@ -1,5 +1,6 @@
 // The copy of a matrix that spmv_packed reads: where a block of columns begins in each row, windows of rows sorted by
 // length, and the entries of 32 rows side by side.
+#include "common/lookback.cuh"
 #include "common/spmv.cuh"
 
 namespace rawops {
@@ -21,67 +22,163 @@ __global__ void __launch_bounds__(256) pack_bounds(const int* __restrict__ indic
     bounds[i] = low;
 }
 
-constexpr int kWindow = 1024;  // rows that are sorted together
+constexpr int kWindow = 1024;      // rows that are sorted together
+constexpr int kWindowWarps = kWindow / kWarpSize;
+constexpr int kWindowsAtOnce = 2;  // of a block of threads, where they are not sorted
+constexpr int kDepthBits = 31;     // of a word of two sums: depths, in 32 entries, and the number of pieces above them
 
-// depths: of slices; their rows, longest first (kSorted), or which of their rows there are. A row of more than
-// `longest` entries is in no slice but in pieces, whose number goes to piece_counts (blocks, rows) where that is given.
+__device__ inline Word depth_of(Word sum) { return sum & ((Word(1) << kDepthBits) - 1); }
+
+// As in spmv_packed.cu.
+struct __align__(8) Place {
+    int start, depth;
+};
+
+struct Piece {
+    int row, first, count, block;
+    Place place;
+    int unused[2];
+};
+
+// The keys of a block's threads, falling (bitonic). keys: two for each thread, which steps between warps use in turn.
+__device__ inline uint32_t sort_keys(uint32_t key, uint32_t* keys) {
+    const int place = threadIdx.x;
+    int turn = 0;
+    for (int size = 2; size <= kWindow; size *= 2) {
+        for (int step = size / 2; step > 0; step /= 2) {
+            uint32_t other;
+            if (step < kWarpSize) {
+                other = __shfl_xor_sync(~0u, key, step);
+            } else {
+                keys[turn + place] = key;
+                __syncthreads();
+                other = keys[turn + (place ^ step)];
+                turn ^= kWindow;
+            }
+            const bool wants_larger = ((place & step) == 0) == ((place & size) == 0);
+            if ((other > key) == wants_larger) key = other;
+        }
+    }
+    return key;
+}
+
+// The sum over the lanes before this one; that of the whole warp goes to sums[warp].
+template <class T> __device__ inline T sum_of_lanes_before(T value, Word* sums) {
+    const int lane = threadIdx.x % kWarpSize;
+    T sum = value;
+    for (int step = 1; step < kWarpSize; step *= 2) {
+        const T other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+    }
+    if (lane == kWarpSize - 1) sums[threadIdx.x / kWarpSize] = sum;
+    return sum - value;
+}
+
+// Makes what each warp has, in the order of warps, what is before each of them; returns the sum with theirs. A warp.
+__device__ inline Word add_warps(Word sum, Word* sums) {
+    __shared__ Word total;
+    const int lane = threadIdx.x;
+    const Word own = sums[lane];
+    sums[lane] = sum + sum_of_lanes_before(own, &total);
+    __syncwarp();
+    return sum + total;
+}
+
+// Where the slices of windows of rows are, and their rows, longest first (kSorted), or which of their rows there are. A
+// row of more than `longest` entries is in no slice but in pieces, behind the slices of its block of threads. For those,
+// where given: piece_ends (blocks, rows), how many pieces there are up to each row, and piece_starts, where a row's begin.
+// totals (blocks): what there is up to each block of columns, as a word of two sums. words and turns start as 0.
 // Row r of block b has the entries bounds[b * stride + r] to bounds[(b + 1) * stride + r].
 template <class P, bool kSorted>
 __global__ void __launch_bounds__(kWindow)
-    pack_windows(const P* __restrict__ bounds, int64_t stride, int rows, int longest, int lanes, int piece,
-                 int* __restrict__ depths, int* __restrict__ slots, int* __restrict__ piece_counts) {
-    __shared__ uint32_t keys[kWindow];
-    const int place = threadIdx.x, row = blockIdx.x * kWindow + place;
-    int length = -1;  // not there, or long
-    if (row < rows) {
-        const int64_t found = bounds[(blockIdx.y + 1) * stride + row] - bounds[blockIdx.y * stride + row];
-        const bool is_long = found > longest;
-        if (!is_long) length = int(found);
-        if (piece_counts != nullptr) {
-            piece_counts[blockIdx.y * int64_t(rows) + row] = is_long ? int((found + piece - 1) / piece) : 0;
-        }
-    }
-    uint32_t key = uint32_t(length + 1) << 10 | (kWindow - 1 - place);
-    if constexpr (kSorted) {  // bitonic, falling
-        keys[place] = key;
-        for (int size = 2; size <= kWindow; size *= 2) {
-            for (int step = size / 2; step > 0; step /= 2) {
-                __syncthreads();
-                const int other = place ^ step;
-                const uint32_t mine = keys[place], theirs = keys[other];
-                const bool wants_larger = ((place & step) == 0) == ((place & size) == 0);
-                __syncthreads();
-                if ((theirs > mine) == wants_larger) keys[place] = theirs;
-            }
-        }
-        key = keys[place];
-    }
-    const int own = int(key >> 10) - 1;
-    int depth = own < 0 ? 0 : (own + lanes - 1) / lanes;
+    pack_windows(const P* __restrict__ bounds, int64_t stride, int rows, int groups, int longest, int lanes, int piece,
+                 Place* __restrict__ places, int* __restrict__ slots, int* __restrict__ piece_ends,
+                 int* __restrict__ piece_starts, Word* __restrict__ totals, Word* __restrict__ words,
+                 Word* __restrict__ turns) {
+    constexpr int COUNT = kSorted ? 1 : kWindowsAtOnce;
+    __shared__ uint32_t keys[kSorted ? 2 * kWindow : 1];
+    __shared__ Word slice_sums[COUNT][kWindowWarps], piece_sums[COUNT][kWindowWarps];
+    __shared__ int turn;
+    if (threadIdx.x == 0) turn = take_turn(turns);
+    __syncthreads();
+    const int number = turn, block = number / groups, first_window = number % groups * COUNT;
+    const int place = threadIdx.x, warp = place / kWarpSize;
     const int rows_per_slice = kWarpSize / lanes, slice_lane = place % rows_per_slice;
-    for (int mask = rows_per_slice / 2; mask > 0; mask /= 2) depth = max_of(depth, __shfl_xor_sync(~0u, depth, mask));
-    const unsigned present = __ballot_sync(~0u, own >= 0) >> (place % kWarpSize - slice_lane);
-    const int64_t slices = (rows + rows_per_slice - 1) / rows_per_slice;
-    const int64_t slice = (blockIdx.x * kWindow + place) / rows_per_slice;
-    if (slice >= slices) return;
-    if (slice_lane == 0) depths[blockIdx.y * slices + slice] = depth;
+    int length[COUNT], depth[COUNT], sorted_row = 0;
+    unsigned present[COUNT];
+    int slices_before[COUNT];
+    Word pieces[COUNT], pieces_before[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const int64_t row = int64_t(first_window + i) * kWindow + place;
+        length[i] = -1, pieces[i] = 0;  // not there, or long
+        if (row >= rows) continue;
+        const int64_t found = bounds[(block + 1) * stride + row] - bounds[block * stride + row];
+        if (found <= longest) {
+            length[i] = int(found);
+        } else {
+            const int64_t whole = found / piece, rest = found % piece;
+            const int64_t depth = whole * (piece / kWarpSize) + (rest + kWarpSize - 1) / kWarpSize;
+            pieces[i] = Word(whole + (rest > 0)) << kDepthBits | Word(depth);
+        }
+    }
     if constexpr (kSorted) {
-        const int sorted_row = blockIdx.x * kWindow + kWindow - 1 - int(key & (kWindow - 1));
-        slots[(blockIdx.y * slices + slice) * rows_per_slice + slice_lane] = own < 0 ? -1 : sorted_row;
-    } else if (slice_lane == 0) {
-        slots[slice] = int(present & (~0u >> (kWarpSize - rows_per_slice)));
+        const uint32_t key = sort_keys(uint32_t(length[0] + 1) << 10 | (kWindow - 1 - place), keys);
+        length[0] = int(key >> 10) - 1;
+        sorted_row = first_window * kWindow + kWindow - 1 - int(key & (kWindow - 1));
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        depth[i] = length[i] < 0 ? 0 : (length[i] + lanes - 1) / lanes;
+        for (int mask = rows_per_slice / 2; mask > 0; mask /= 2) {
+            depth[i] = max_of(depth[i], __shfl_xor_sync(~0u, depth[i], mask));
+        }
+        present[i] = __ballot_sync(~0u, length[i] >= 0) >> (place % kWarpSize - slice_lane);
+        slices_before[i] = sum_of_lanes_before(slice_lane == 0 ? depth[i] : 0, slice_sums[i]);
+        pieces_before[i] = piece_ends != nullptr ? sum_of_lanes_before(pieces[i], piece_sums[i]) : 0;
+    }
+    __syncthreads();
+    if (warp == 0) {
+        Word sum = 0;
+        for (int i = 0; i < COUNT; ++i) sum = add_warps(sum, slice_sums[i]);
+        for (int i = 0; i < COUNT && piece_ends != nullptr; ++i) sum = add_warps(sum, piece_sums[i]);
+        if (place == 0) leave_sum(words + number, number > 0 ? kOwnSum : kWholeSum, sum);
+        const Word before = look_back_warp(words, number);
+        for (int i = 0; i < COUNT; ++i) {
+            slice_sums[i][place] += before;
+            if (piece_ends != nullptr) piece_sums[i][place] += before;
+        }
+        if (place == 0) {
+            if (number > 0) leave_sum(words + number, kWholeSum, before + sum);
+            if (number % groups == groups - 1) totals[block] = before + sum;
+        }
+    }
+    __syncthreads();
+    const int64_t slices = (rows + rows_per_slice - 1) / rows_per_slice;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const int64_t row = int64_t(first_window + i) * kWindow + place, slice = row / rows_per_slice;
+        if (slice >= slices) return;
+        if (piece_ends != nullptr && row < rows) {
+            const Word sum = piece_sums[i][warp] + pieces_before[i];
+            piece_ends[block * int64_t(rows) + row] = int((sum + pieces[i]) >> kDepthBits);
+            piece_starts[block * int64_t(rows) + row] = int(depth_of(sum));
+        }
+        const int64_t index = block * slices + slice;
+        if (slice_lane == 0) places[index] = {int(depth_of(slice_sums[i][warp] + slices_before[i])), depth[i]};
+        if constexpr (kSorted) {
+            slots[index * rows_per_slice + slice_lane] = length[i] < 0 ? -1 : sorted_row;
+        } else if (slice_lane == 0) {
+            slots[index] = int(present[i] & (~0u >> (kWarpSize - rows_per_slice)));
+        }
     }
 }
 
-struct Piece {
-    int row, first, count, block;  // as in spmv_packed.cu
-};
-
-// Cuts long rows. piece_ends (blocks * rows): running sums of the counts.
+// Cuts long rows. piece_ends, piece_starts (blocks * rows): as pack_windows leaves them.
 template <class P>
 __global__ void __launch_bounds__(256)
     pack_pieces(const P* __restrict__ bounds, int64_t stride, int rows, int blocks, int piece, int count,
-                const int64_t* __restrict__ piece_ends, Piece* __restrict__ pieces, int* __restrict__ depths) {
+                const int* __restrict__ piece_ends, const int* __restrict__ piece_starts, Piece* __restrict__ pieces) {
     const int number = blockIdx.x * 256 + threadIdx.x;
     if (number >= count) return;
     int64_t low = 0, high = int64_t(blocks) * rows;
@@ -91,11 +188,12 @@ __global__ void __launch_bounds__(256)
         else high = middle;
     }
     const int block = int(low / rows), row = int(low % rows);
-    const int first = low > 0 ? int(piece_ends[low - 1]) : 0;
-    pieces[number] = {int(low), first, int(piece_ends[low]) - first, block};
+    const int first = low > 0 ? piece_ends[low - 1] : 0;
     const int64_t length = bounds[(block + 1) * stride + row] - bounds[block * stride + row];
     const int64_t left = length - int64_t(number - first) * piece;
-    depths[number] = int(((left < piece ? left : piece) + kWarpSize - 1) / kWarpSize);
+    const int depth = int(((left < piece ? left : piece) + kWarpSize - 1) / kWarpSize);
+    const int start = piece_starts[low] + (number - first) * (piece / kWarpSize);
+    pieces[number] = {int(low), first, piece_ends[low] - first, block, {start, depth}};
 }
 
 struct PackFill {
@@ -103,15 +201,17 @@ struct PackFill {
     const int* indices;
     const void* bounds;
     int64_t stride;
-    const int* starts;  // of slices and pieces
-    const int* slots;   // as pack_windows leaves them
+    const Place* places;  // of slices
+    const int* slots;     // as pack_windows leaves them
     const Piece* pieces;
     void* packed;
     void* columns;
     int* bases;
-    int* failed;        // where given, becomes 1 where 16 bits are too few
+    int* failed;          // where given, becomes 1 where 16 bits are too few
     int rows, slices_per_block, slices, piece_count, width, lanes, piece;
 };
+
+constexpr int kFillAhead = 4;  // entries of a lane that are on their way
 
 // A warp for each slice or piece. C: uint16_t or int; kBased: columns count from the lowest of 32.
 template <class V, class P, class C, bool kSorted, bool kBased>
@@ -123,6 +223,7 @@ __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFil
     const V* __restrict__ data = static_cast<const V*>(fill.data);
     int64_t entry = 0, stop = 0, step = 1;
     int first_column = 0;
+    Place place;
     if (number >= fill.slices) {
         const Piece piece = fill.pieces[number - fill.slices];
         const int64_t at = piece.block * fill.stride + piece.row % fill.rows;
@@ -130,37 +231,49 @@ __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFil
         stop = bounds[at + fill.stride];
         if (entry + fill.piece < stop) stop = entry + fill.piece;
         entry += lane, step = kWarpSize, first_column = piece.block * fill.width;
+        place = piece.place;
     } else {
         const int block = number / fill.slices_per_block, slice = number % fill.slices_per_block;
-        const int rows_per_slice = kWarpSize / fill.lanes, place = lane / fill.lanes;
-        int row = slice * rows_per_slice + place;
-        if constexpr (kSorted) row = fill.slots[int64_t(number) * rows_per_slice + place];
-        else if (!(unsigned(fill.slots[number]) >> place & 1)) row = -1;
+        const int rows_per_slice = kWarpSize / fill.lanes, slot = lane / fill.lanes;
+        int row = slice * rows_per_slice + slot;
+        if constexpr (kSorted) row = fill.slots[int64_t(number) * rows_per_slice + slot];
+        else if (!(unsigned(fill.slots[number]) >> slot & 1)) row = -1;
         if (row >= 0) {
             entry = bounds[block * fill.stride + row] + lane % fill.lanes, step = fill.lanes;
             stop = bounds[(block + 1) * fill.stride + row];
         }
         first_column = block * fill.width;
+        place = fill.places[number];
     }
     V* packed = static_cast<V*>(fill.packed);
     C* columns = static_cast<C*>(fill.columns);
-    const int start = fill.starts[number], depth = fill.starts[number + 1] - start;
     bool fails = false;
-    for (int k = 0; k < depth; ++k, entry += step) {
-        const int64_t at = (int64_t(start) + k) * kWarpSize + lane;
-        const bool is_there = entry < stop;
-        packed[at] = is_there ? data[entry] : V{};
-        int column = is_there ? fill.indices[entry] - first_column : 0x7FFFFFFF;
-        if constexpr (kBased) {
-            int base = column;
-            for (int mask = 16; mask > 0; mask /= 2) base = min_of(base, __shfl_xor_sync(~0u, base, mask));
-            if (lane == 0) fill.bases[start + k] = base;
-            column = is_there ? column - base : 0xFFFF;
-            fails |= is_there && column >= 0xFFFF;
-        } else if (!is_there) {
-            column = fill.width > 0 ? fill.width : -1;
+    for (int k = 0; k < place.depth; k += kFillAhead) {
+        V value[kFillAhead];
+        int column[kFillAhead];
+        bool is_there[kFillAhead];
+#pragma unroll
+        for (int i = 0; i < kFillAhead; ++i, entry += step) {
+            is_there[i] = entry < stop && k + i < place.depth;
+            value[i] = is_there[i] ? data[entry] : V{};
+            column[i] = is_there[i] ? fill.indices[entry] - first_column : 0x7FFFFFFF;
         }
-        columns[at] = C(column);
+#pragma unroll
+        for (int i = 0; i < kFillAhead; ++i) {
+            if (k + i >= place.depth) break;
+            const int64_t at = (int64_t(place.start) + k + i) * kWarpSize + lane;
+            packed[at] = value[i];
+            if constexpr (kBased) {
+                int base = column[i];
+                for (int mask = 16; mask > 0; mask /= 2) base = min_of(base, __shfl_xor_sync(~0u, base, mask));
+                if (lane == 0) fill.bases[place.start + k + i] = base;
+                column[i] = is_there[i] ? column[i] - base : 0xFFFF;
+                fails |= is_there[i] && column[i] >= 0xFFFF;
+            } else if (!is_there[i]) {
+                column[i] = fill.width > 0 ? fill.width : -1;
+            }
+            columns[at] = C(column[i]);
+        }
     }
     if (fails && fill.failed != nullptr) *fill.failed = 1;
 }

@@ -16,14 +16,19 @@ namespace rawops {
 // kNear: x through the L1 and 16 bits a column. kFar: 32 bits.
 enum PackedKind { kShared, kDirect, kNear, kFar };
 
+// Where a slice or piece is and how many entries a lane has, in 32 entries.
+struct __align__(8) Place {
+    int start, depth;
+};
+
 struct PackedPlan {
     const void* data;
     const void* columns;     // uint16_t, or int for kFar; of entries that are not there: width, or all bits set
-    const int* starts;       // of slices, then of pieces, and the end; in 32 entries
+    const Place* places;     // of slices
     const int* bases;        // kNear: the lowest column of 32 entries
     const int* rows;         // of slices, -1 for none; where null, rows lie as they are
     const unsigned* present; // where `rows` is null: which rows of a slice there are
-    const int* pieces;       // (pieces, 4), see Piece
+    const int* pieces;       // (pieces, 8), see Piece
     void* sums;              // (pieces), of the accumulator's type
     unsigned int* tickets;   // (pieces), as finish_part has them: of a row, that of its first piece
     const int* shares;       // (blocks of threads, 8), see Share; where null, all columns are one block
@@ -36,6 +41,8 @@ struct Piece {
     int row;           // in y
     int first, count;  // the pieces of its row
     int block;         // of columns
+    Place place;
+    int unused[2];
 };
 
 // What a block of threads has to do: `rank` among `ranks` that go round the pieces and slices of a block of columns.
@@ -165,6 +172,9 @@ struct PackedPlace {
     int base;  // kNear: of entry `lane`
 };
 
+// What a piece costs, in slices: those of blocked columns are short.
+template <PackedKind kKind> constexpr int kPieceTurns = kBlocked<kKind> ? 2 : 4;
+
 // A warp on its way through its slices and pieces. It knows two ahead where they are.
 template <class V, class X, PackedKind kKind, bool kConjugate> struct PackedWalk {
     using A = Accumulator<X>;
@@ -173,24 +183,32 @@ template <class V, class X, PackedKind kKind, bool kConjugate> struct PackedWalk
     const Share& share;
     RowEnd<X>& end;
     const X *x, *own;
-    int lane, index;  // in the share: pieces, then slices
+    int lane, worker, free, even;
+    int index, following, last = 0;  // in the share, pieces before slices: now, next and later
     PackedPlace now, next, later;
     int k = 0;
     A sum = {};
 
+    __device__ int workers() const { return share.ranks * (kPackedThreads<kKind> / kWarpSize); }
 
-    __device__ int step() const { return share.ranks * (kPackedThreads<kKind> / kWarpSize); }
-    __device__ bool is_done() const { return index >= share.pieces + share.slices; }
-    __device__ int number(int i) const {
-        return i < share.pieces ? plan.slice_count + share.piece + i : share.slice + i - share.pieces;
+    // The warp's next after number i. They take turns, but those that had a piece when the others had none left sit out
+    // kPieceTurns - 1 of them: up to slice `even`, only `free` of them take part.
+    __device__ int after(int i) const {
+        if (i >= even || i + workers() < share.pieces) return i + workers();
+        if (i < share.pieces ? worker < workers() - free : i + free >= even) return even + worker;
+        return i < share.pieces ? i + workers() : i + free;
     }
+
+    __device__ bool is_done() const { return index >= share.pieces + share.slices; }
+    __device__ int slice(int i) const { return share.slice + i - share.pieces; }
 
     __device__ void find(int i, PackedPlace& place) {
         place.start = place.depth = 0;
         if (i >= share.pieces + share.slices) return;
-        const int* starts = plan.starts + number(i);
-        place.start = starts[0];
-        if (end.reads_a) place.depth = starts[1] - starts[0];
+        const Place found = i < share.pieces ? reinterpret_cast<const Piece*>(plan.pieces)[share.piece + i].place
+                                             : plan.places[slice(i)];
+        place.start = found.start;
+        if (end.reads_a) place.depth = found.depth;
     }
 
     __device__ void complete(int i, PackedPlace& place) {
@@ -198,12 +216,12 @@ template <class V, class X, PackedKind kKind, bool kConjugate> struct PackedWalk
         if (i >= share.pieces + share.slices) return;
         if constexpr (kKind == kNear) place.base = base_of(place, 0);
         if (i < share.pieces) {
-            place.row = plan.pieces[4 * (share.piece + i) + (lane & 3)];
+            place.row = plan.pieces[8 * (share.piece + i) + (lane & 7)];
             return;
         }
-        const int slot = number(i) << (5 - plan.lane_bits), own_slot = lane >> plan.lane_bits;
+        const int slot = slice(i) << (5 - plan.lane_bits), own_slot = lane >> plan.lane_bits;
         if (plan.rows != nullptr) place.row = plan.rows[slot + own_slot];
-        else if (plan.present[number(i)] >> own_slot & 1) place.row = slot + own_slot;
+        else if (plan.present[slice(i)] >> own_slot & 1) place.row = slot + own_slot;
     }
 
     __device__ int base_of(const PackedPlace& place, int k) const {
@@ -221,14 +239,17 @@ template <class V, class X, PackedKind kKind, bool kConjugate> struct PackedWalk
             if (now.row >= 0 && (lane & (lanes - 1)) == 0) end.finish(share.first_row + int64_t(now.row), sum);
         }
         sum = A{};
-        index += step();
+        index = following;
+        following = kBlocked<kKind> ? last : after(index);
+        if constexpr (kBlocked<kKind>) last = after(last);
     }
 
     // Few warps, x beside them: while one of two chunks is multiplied, the other is on its way. They take turns, since a
     // copy would wait for the loads.
     __device__ void walk_ahead() {
-        find(index, now), find(index + step(), next), find(index + 2 * step(), later);
-        complete(index, now), complete(index + step(), next);
+        last = after(following);
+        find(index, now), find(following, next), find(last, later);
+        complete(index, now), complete(following, next);
         Chunk even, odd;
         even.load(plan, now.start, now.depth, 0, lane);
         if constexpr (kKind == kShared) {
@@ -252,8 +273,8 @@ template <class V, class X, PackedKind kKind, bool kConjugate> struct PackedWalk
         finish();
         now = next;
         next = later;
-        complete(index + step(), next);
-        find(index + 2 * step(), later);
+        complete(following, next);
+        find(last, later);
     }
 
     // Many warps, each with one chunk on its way.
@@ -264,7 +285,7 @@ template <class V, class X, PackedKind kKind, bool kConjugate> struct PackedWalk
             Chunk chunk;
             chunk.load(plan, now.start, now.depth, 0, lane);
             complete(index, now);
-            find(index + step(), next);
+            find(following, next);
             while (true) {
                 sum = chunk.add_to(sum, x, own, plan.width, now.base, k);
                 k += Chunk::COUNT;
@@ -297,8 +318,11 @@ __global__ void __launch_bounds__(kPackedThreads<kKind>, (kPackedBlocks<kKind, X
 
     const X* x = static_cast<const X*>(call.x) + share.first_column;
     const int lane = threadIdx.x % kWarpSize;
-    const int first = share.rank * (THREADS / kWarpSize) + int(threadIdx.x) / kWarpSize;
-    PackedWalk<V, X, kKind, kConjugate> walk = {plan, share, end, x, own, lane, first};
+    const int worker = share.rank * (THREADS / kWarpSize) + int(threadIdx.x) / kWarpSize;
+    const int workers = share.ranks * (THREADS / kWarpSize), free = workers - share.pieces % workers;
+    const int even = share.pieces + kPieceTurns<kKind> * free;
+    PackedWalk<V, X, kKind, kConjugate> walk = {plan, share, end, x, own, lane, worker, free, even, worker, 0};
+    walk.following = walk.after(worker);
     if constexpr (kBlocked<kKind>) walk.walk_ahead();
     else walk.walk();
     end.template store_partial<THREADS>(call.partials, blockIdx.x);

@@ -1,4 +1,4 @@
-"""One pass over the indices and one over the row pointers: checks, copies and the statistics of a matrix."""
+"""One launch over the indices and the row pointers: checks, copies and the statistics of a matrix."""
 
 from __future__ import annotations
 
@@ -11,24 +11,17 @@ from rawops._runtime import arrays, dtypes
 from rawops._runtime.kernel import KernelSpec
 
 # As in sparse_measure.cu
-_THREADS, _LENGTHS, _UNROLL = 256, 1024, 4
+_THREADS, LENGTHS, _UNROLL = 256, 1024, 8
 _BLOCKS_PER_SM = 8
 _FIELDS = (
     *("outside", "jumps", "falls", "row_falls", "drops", "first", "last"),
-    *("squares", "longest", "empty", "padded", "bandwidth"),
+    *("squares", "longest", "empty", "padded", "bandwidth", "listed"),
 )
 _INTEGERS = ("int32", "int64")
 
-INDICES = KernelSpec(
+MEASURE = KernelSpec(
     source="sparse_measure.cu",
-    entry="rawops::measure_indices",
-    template=("index", "pointer"),
-    choices={"index": _INTEGERS, "pointer": _INTEGERS},
-    smoke=({"index": "int32", "pointer": "int32"}, {"index": "int64", "pointer": "int64"}),
-)
-POINTERS = KernelSpec(
-    source="sparse_measure.cu",
-    entry="rawops::measure_rows",
+    entry="rawops::measure",
     template=("index", "pointer", "copy"),
     choices={"index": _INTEGERS, "pointer": _INTEGERS, "copy": _INTEGERS},
     smoke=(
@@ -40,7 +33,10 @@ POINTERS = KernelSpec(
 
 @dataclass(frozen=True)
 class Measured:
-    """Counts of a matrix in compressed rows, as in sparse_measure.cu; `lengths[i]` rows have i entries."""
+    """Counts of a matrix in compressed rows, as in sparse_measure.cu.
+
+    `lengths[i]` rows have i entries; those of LENGTHS - 1 and more are listed in `long`, on the device.
+    """
 
     outside: int
     jumps: int
@@ -54,17 +50,33 @@ class Measured:
     empty: int
     padded: int
     bandwidth: int
+    listed: int
     lengths: np.ndarray
+    long: Any
 
-    def quantile(self, place: int) -> int | None:
-        """Return the length of a row by its place among the sorted, None where the histogram ends before."""
-        found = int(np.searchsorted(np.cumsum(self.lengths), place, side="right"))
-        return found if found < _LENGTHS - 1 else None
+    def quantiles(self, places: tuple) -> list[int]:
+        """Return the lengths of rows by their places among the sorted; it synchronises where those are long."""
+        ends = np.cumsum(self.lengths)
+        short = int(ends[-1])
+        if max(places) < short:
+            return np.searchsorted(ends, places, side="right").tolist()
+        rest = np.sort(_on_host(self.long[: self.listed]))
+        return [int(rest[p - short] if p >= short else np.searchsorted(ends, p, side="right")) for p in places]
+
+    @property
+    def padding(self) -> float:
+        """Entries of slices of 32 rows over those there are, of rows that the histogram holds, if any."""
+        entries = int(self.lengths @ np.arange(LENGTHS))
+        return self.padded / entries if entries else 1.0
 
 
 def module_of(x):
     """Return NumPy for an array of the emulator, else CuPy."""
     return np if isinstance(x, np.ndarray) else arrays.cupy_or_raise("SparseMatrix")
+
+
+def _on_host(x) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def measure(device, indices, indptr, cols: int, index_copy: Any = None, pointer_copy: Any = None) -> Measured:
@@ -73,17 +85,17 @@ def measure(device, indices, indptr, cols: int, index_copy: Any = None, pointer_
     The copies, int32 and of any of the two types, are written on the way.
     """
     rows = indptr.size - 1
-    found = module_of(indices).zeros(len(_FIELDS) + _LENGTHS, np.int64)
+    listed = indices.size // (LENGTHS - 1) + 1
+    found = module_of(indices).zeros(len(_FIELDS) + LENGTHS + listed, np.int64)
+    copied = indptr if pointer_copy is None else pointer_copy
     types = {"index": dtypes.name(indices.dtype), "pointer": dtypes.name(indptr.dtype)}
     most = _BLOCKS_PER_SM * device.sm_count
-    sources = device.pointer(indices), device.pointer(indptr), rows, indices.size
-    kernel = INDICES.kernel(device, **types)
-    blocks = min(-(-indices.size // (_UNROLL * _THREADS)), most)
-    values = (*sources, cols, device.pointer(index_copy), device.pointer(found))
-    kernel.launch((blocks, 1, 1), (_THREADS, 1, 1), values)
-    copied = indptr if pointer_copy is None else pointer_copy
-    kernel = POINTERS.kernel(device, **types, copy=dtypes.name(copied.dtype))
-    values = (*sources, device.pointer(pointer_copy), device.pointer(found))
-    kernel.launch((min(-(-rows // _THREADS), most), 1, 1), (_THREADS, 1, 1), values)
-    host = found if device.is_emulated else found.get()
-    return Measured(*host[: len(_FIELDS)].tolist(), host[len(_FIELDS) :])
+    index_blocks = min(-(-indices.size // (_UNROLL * _THREADS)), most)
+    row_blocks = min(-(-rows // _THREADS), most)
+    sources = device.pointer(indices), device.pointer(indptr), rows, indices.size, cols
+    values = *sources, *map(device.pointer, (index_copy, pointer_copy)), index_blocks, listed, device.pointer(found)
+    kernel = MEASURE.kernel(device, **types, copy=dtypes.name(copied.dtype))
+    kernel.launch((index_blocks + row_blocks, 1, 1), (_THREADS, 1, 1), values)
+    counts, long = found[: len(_FIELDS) + LENGTHS], found[len(_FIELDS) + LENGTHS :]
+    host = _on_host(counts)
+    return Measured(*host[: len(_FIELDS)].tolist(), host[len(_FIELDS) :], long)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,23 @@ import numpy as np
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 from rawops._sparse_formats import Rows, module_of
-from rawops._sparse_profile import Choice
+from rawops._sparse_measure import LENGTHS
+from rawops._sparse_profile import Choice, Profile
 
 PACKABLE = ("float32", "float64", "complex64", "complex128")  # 16 bits are too few to add up blocks in
 PIECE = 512  # entries of a long row that a warp adds up
 _POINTERS = ("int32", "int64")
-_WINDOW = 1024  # rows that are sorted together, as in sparse_pack.cu
-_SLICE_WORK = 8  # what a slice costs beside its entries, in entries of a lane
+# As in sparse_pack.cu: rows that are sorted together, windows of a block where they are not, bits of a sum of depths
+_WINDOW, _AT_ONCE, _DEPTH_BITS = 1024, 2, 31
+_SPARE = 1.25  # times the entries that there are: what a packed copy may be allocated for without a look at its size
+_SLICE_WORK, _PIECE_WORK = 8, 4  # what a slice and a piece cost beside their entries, in entries of a lane
 _INT32 = np.dtype(np.int32)
 
 FILL = ParamStruct(
     "PackFill",
     **dict.fromkeys(("data", "indices", "bounds"), "pointer"),
     stride="int64",
-    **dict.fromkeys(("starts", "slots", "pieces", "packed", "columns", "bases", "failed"), "pointer"),
+    **dict.fromkeys(("places", "slots", "pieces", "packed", "columns", "bases", "failed"), "pointer"),
     **dict.fromkeys(("rows", "slices_per_block", "slices", "piece_count", "width", "lanes", "piece"), "int32"),
 )
 BOUNDS = KernelSpec(
@@ -81,11 +85,11 @@ class Packed:
         Pieces of each block of columns.
     per_block : int
         Slices of a block of columns.
-    data, columns, starts, bases, slots, pieces : array
+    data, columns, places, bases, slots, pieces : array
         As in spmv_packed.cu; `slots` are rows, or masks of those that are present where rows are not sorted.
     """
 
-    def __init__(self, device, rows: Rows, choice: Choice, longest_row: int) -> None:
+    def __init__(self, device, rows: Rows, choice: Choice, found: Profile) -> None:
         self.device, self.source = device, rows
         self.lanes, self.is_sorted = choice.lanes, choice.is_sorted
         count, cols = rows.shape
@@ -98,8 +102,8 @@ class Packed:
             self._bounds, self._stride = self._find_bounds(), count
         self.per_block = -(-count // (32 // self.lanes))
         self.slice_count = self.blocks * self.per_block
-        self._lay_out(choice.longest, longest_row)
-        self._fill(choice.is_wide)
+        self._lay_out(choice.longest, found)
+        self._fill(choice.is_wide, found)
 
     def _launch(self, spec: KernelSpec, grid: tuple, threads: int, values: tuple, **choices) -> None:
         values = tuple(self.device.pointer(v) if v is None or hasattr(v, "dtype") else v for v in values)
@@ -112,46 +116,46 @@ class Packed:
         self._launch(BOUNDS, (-(-bounds.size // 256), 1, 1), 256, values)
         return bounds
 
-    def _lay_out(self, longest: int, longest_row: int) -> None:
-        """Sort rows, cut long ones and find where slices and pieces start. It synchronises once or twice."""
-        empty, count, slices = self.device.empty, self.source.shape[0], self.slice_count
-        xp = module_of(self.source.indptr)
-        has_long = longest_row > longest
-        counts = empty((self.blocks * count,), _INT32) if has_long else None
-        self.slots = empty((slices * (32 // self.lanes if self.is_sorted else 1),), _INT32)
-        depths = empty((slices,), _INT32)
-        values = self._bounds, self._stride, count, longest, self.lanes, PIECE, depths, self.slots, counts
-        self._launch(WINDOWS, (-(-count // _WINDOW), self.blocks, 1), _WINDOW, values, sorted=self.is_sorted)
-        self.piece_count, self.block_pieces = 0, [0] * self.blocks
+    def _lay_out(self, longest: int, found: Profile) -> None:
+        """Sort rows, cut long ones and find where slices and pieces are. It synchronises unless the size is clear."""
+        empty, count, blocks = self.device.empty, self.source.shape[0], self.blocks
+        has_long = found.max > longest
+        ends, starts = (empty((blocks * count,), _INT32) if has_long else None for _ in range(2))
+        self.slots = empty((self.slice_count * (32 // self.lanes if self.is_sorted else 1),), _INT32)
+        self.places = empty((self.slice_count * 2,), _INT32)
+        groups = -(-count // (_WINDOW * (1 if self.is_sorted else _AT_ONCE)))
+        state = module_of(self.slots).zeros(blocks + blocks * groups + 1, np.int64)  # totals, words and turns
+        pointer = self.device.pointer(state)
+        values = self._bounds, self._stride, count, groups, longest, self.lanes, PIECE, self.places, self.slots
+        state_values = pointer, pointer + 8 * blocks, pointer + 8 * (blocks + blocks * groups)
+        grid = (blocks * groups, 1, 1)
+        self._launch(WINDOWS, grid, _WINDOW, (*values, ends, starts, *state_values), sorted=self.is_sorted)
+        self.piece_count, self.block_pieces, self.work = 0, [0] * blocks, []
         self.pieces = empty((0,), _INT32)
-        if has_long:
-            ends = counts.cumsum(dtype=np.int64)
-            self.block_pieces = _differences(ends[count - 1 :: count].tolist())
-            self.piece_count = sum(self.block_pieces)
-            self.pieces = empty((self.piece_count * 4,), _INT32)
-            whole = empty((slices + self.piece_count,), _INT32)
-            whole[:slices] = depths
-            depths = whole
-            values = self._bounds, self._stride, count, self.blocks, PIECE, self.piece_count, ends, self.pieces
-            if self.piece_count:
-                grid = (-(-self.piece_count // 256), 1, 1)
-                self._launch(PIECES, grid, 256, (*values, depths[slices:]))
-        self.starts = empty((depths.size + 1,), _INT32)
-        self.starts[:1] = 0
-        xp.cumsum(depths, out=self.starts[1:])
-        self._depth = int(self.starts[-1])
-        ends = self.starts[self.per_block :: self.per_block][: self.blocks].tolist() if self.blocks > 1 else []
-        deep = zip(_differences(ends), self.block_pieces, strict=False)
-        self.work = [d + _SLICE_WORK * self.per_block + (PIECE // 32 + _SLICE_WORK) * p for d, p in deep]
+        # Slices of neighbours, which sorting and cutting in `lanes` make no longer but for rounding up.
+        self._depth = math.ceil(found.padding * found.nnz / 32) + (self.lanes - 1) * -(-count // 32)
+        if blocks == 1 and found.max <= min(longest, LENGTHS - 2) and 32 * self._depth <= _SPARE * found.nnz:
+            return
+        totals = state[:blocks].tolist()
+        depths = _differences([total % 2**_DEPTH_BITS for total in totals])
+        self._depth, self.block_pieces = sum(depths), _differences([total >> _DEPTH_BITS for total in totals])
+        costs = zip(depths, self.block_pieces, strict=True)
+        self.work = [d + _SLICE_WORK * self.per_block + _PIECE_WORK * p for d, p in costs]
+        self.piece_count = sum(self.block_pieces)
+        if self.piece_count:
+            self.pieces = empty((self.piece_count * 8,), _INT32)
+            values = self._bounds, self._stride, count, blocks, PIECE, self.piece_count, ends, starts, self.pieces
+            self._launch(PIECES, (-(-self.piece_count // 256), 1, 1), 256, values)
 
-    def _fill(self, is_wide: bool) -> None:
+    def _fill(self, is_wide: bool, found: Profile) -> None:
         empty, entries = self.device.empty, self._depth * 32
         self.data = empty((entries,), self.source.data.dtype)
         self.kind = "shared" if self.width else "far" if is_wide else "near"
         if self.kind != "far":
             self.bases = empty((0 if self.width else self._depth,), _INT32)
             self.columns = empty((entries,), np.dtype(np.uint16))
-            may_fail = self.kind == "near" and self.source.shape[1] >= 2**16
+            spread = 2 * found.bandwidth + _WINDOW if found.rises else self.source.shape[1]
+            may_fail = self.kind == "near" and min(spread, self.source.shape[1]) >= 2**16
             failed = module_of(self.data).zeros(1, np.int32) if may_fail else None
             self.copy(failed)
             if failed is None or not int(failed[0]):
@@ -165,7 +169,7 @@ class Packed:
         rows, pointer = self.source, self.device.pointer
         if not self._depth:
             return
-        arrays = self.starts, self.slots, self.pieces, self.data, self.columns, self.bases, failed
+        arrays = self.places, self.slots, self.pieces, self.data, self.columns, self.bases, failed
         sizes = rows.shape[0], self.per_block, self.slice_count, self.piece_count, self.width, self.lanes, PIECE
         sources = map(pointer, (rows.data, rows.indices, self._bounds))
         fill = FILL.pack(*sources, self._stride, *map(pointer, arrays), *sizes)
@@ -178,7 +182,7 @@ class Packed:
     def kept(self) -> list:
         """All arrays beside the format's own."""
         bounds = [self._bounds] if self.blocks > 1 else []
-        return [*bounds, self.data, self.columns, self.starts, self.bases, self.slots, self.pieces]
+        return [*bounds, self.data, self.columns, self.places, self.bases, self.slots, self.pieces]
 
 
 def _differences(ends: list[int]) -> list[int]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 from rawops._sparse_formats import Rows, module_of
 from rawops._sparse_pack import PACKABLE, PIECE, Packed
-from rawops._sparse_profile import Choice
+from rawops._sparse_profile import Choice, Profile
 from rawops._sparse_spmv import CALL, Packer
 
 PLAN = ParamStruct(
     "PackedPlan",
-    **dict.fromkeys(("data", "columns", "starts", "bases", "rows", "present", "pieces"), "pointer"),
+    **dict.fromkeys(("data", "columns", "places", "bases", "rows", "present", "pieces"), "pointer"),
     **dict.fromkeys(("sums", "tickets", "shares"), "pointer"),
     **dict.fromkeys(("slice_count", "piece_count", "width", "lane_bits"), "int32"),
 )
@@ -63,19 +65,19 @@ class ByPacked:
     With x in shared memory and several blocks of columns, their sums are added up by a second kernel.
     """
 
-    def __init__(self, device, rows: Rows, choice: Choice, longest_row: int) -> None:
+    def __init__(self, device, rows: Rows, choice: Choice, found: Profile) -> None:
         self.device, self.rows = device, rows
-        self.packed = packed = Packed(device, rows, choice, longest_row)
+        self.packed = packed = Packed(device, rows, choice, found)
         self._threads = _BLOCKED_THREADS if packed.width else _THREADS
         self._shares, self._grid = None, self._grid_size()
         if packed.blocks > 1:
             self._shares = self._share_out()
-        cut = packed.piece_count if longest_row > PIECE else 0  # into pieces of 16 bytes, as large as any accumulator
+        cut = packed.piece_count if found.max > PIECE else 0  # into pieces of 16 bytes, as large as any accumulator
         sums = device.empty((cut,), np.dtype(np.complex128))
-        tickets = module_of(sums).zeros(cut, np.uint32)
+        tickets = module_of(sums).zeros(cut, np.uint32) if cut else None
         rows_present = (packed.slots, None) if packed.is_sorted else (None, packed.slots)
-        arrays = packed.data, packed.columns, packed.starts, packed.bases, *rows_present, packed.pieces
-        self._own = [sums, tickets, *([] if self._shares is None else [self._shares])]
+        arrays = packed.data, packed.columns, packed.places, packed.bases, *rows_present, packed.pieces
+        self._own = [x for x in (sums, tickets, self._shares) if x is not None]
         addresses = map(device.pointer, (*arrays, sums, tickets, self._shares))
         sizes = packed.slice_count, packed.piece_count, packed.width, packed.lanes.bit_length() - 1
         self._plan = PLAN.pack(*addresses, *sizes)
@@ -102,16 +104,21 @@ class ByPacked:
         packed, count = self.packed, self.rows.shape[0]
         total = sum(packed.work)
         ranks = [max(1, self.device.sm_count * work // total) for work in packed.work]
-        while sum(ranks) < self.device.sm_count:
-            fullest = max(range(packed.blocks), key=lambda b: packed.work[b] / ranks[b])
-            ranks[fullest] += 1
-        shares, piece = [], 0
-        for b, (pieces, rank_count) in enumerate(zip(packed.block_pieces, ranks, strict=True)):
-            share = [b * packed.width, b * count, piece, pieces, b * packed.per_block, packed.per_block]
-            shares += [[*share, rank, rank_count] for rank in range(rank_count)]
-            piece += pieces
-        self._grid = len(shares)
-        return module_of(packed.starts).asarray(np.array(shares, np.int32))
+        loads = [(-work / rank, b) for b, (work, rank) in enumerate(zip(packed.work, ranks, strict=True))]
+        heapq.heapify(loads)
+        for _ in range(self.device.sm_count - sum(ranks)):
+            b = loads[0][1]  # the fullest
+            ranks[b] += 1
+            heapq.heapreplace(loads, (-packed.work[b] / ranks[b], b))
+        self._grid = sum(ranks)
+        block = np.repeat(np.arange(packed.blocks), ranks)
+        pieces, first = np.array(packed.block_pieces), np.cumsum([0, *ranks])
+        shares = np.empty((self._grid, 8), np.int32)
+        shares[:, 0], shares[:, 1] = block * packed.width, block * count
+        shares[:, 2], shares[:, 3] = (np.cumsum(pieces) - pieces)[block], pieces[block]
+        shares[:, 4], shares[:, 5] = block * packed.per_block, packed.per_block
+        shares[:, 6], shares[:, 7] = np.arange(self._grid) - first[block], np.array(ranks)[block]
+        return module_of(packed.places).asarray(shares)
 
     def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool, early: bool = False) -> None:
         kernel, end, parts, shared_bytes = self._bound.get((x.dtype, conjugate)) or self._bind(x, conjugate)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rawops._runtime import dtypes
@@ -13,19 +11,18 @@ from rawops._sparse_formats import Rows, module_of
 _SMALL = 2**20  # entries of a matrix that so few warps read that none may have much to do
 _TILE, _GROUP = 2048, 4  # as in spmv_stream.cu
 _ROW_WORK = 4  # rows that weigh as much as an entry
-_THREADS = 256
+_PLAN_ROWS = 1024  # of a block of sparse_plan.cu
 
 _POINTERS = ("int32", "int64")
 CUTS = ParamStruct("StreamCuts", **dict.fromkeys(("rows", "longest", "row_work", "segment"), "int32"), size="int64")
-
-
-def _spec(entry: str) -> KernelSpec:
-    smoke = ({"pointer": pointer} for pointer in _POINTERS)
-    choices: dict[str, Any] = {"template": ("pointer",), "choices": {"pointer": _POINTERS}, "smoke": smoke}
-    return KernelSpec(source="sparse_plan.cu", entry=f"rawops::plan_{entry}", params=CUTS, **choices)
-
-
-ROWS, STARTS, TILES, SEGMENTS = map(_spec, ("rows", "starts", "tiles", "segments"))
+PLAN = KernelSpec(
+    source="sparse_plan.cu",
+    entry="rawops::plan_stream",
+    template=("pointer",),
+    choices={"pointer": _POINTERS},
+    smoke=({"pointer": "int32"}, {"pointer": "int64"}),
+    params=CUTS,
+)
 
 
 def segment_size(rows: Rows) -> int:
@@ -36,33 +33,25 @@ def segment_size(rows: Rows) -> int:
 def plan_stream(device, rows: Rows, longest: int, longest_row: int) -> tuple:
     """Return the tiles of rows of at most `longest` entries and the segments of longer ones, as in sparse_plan.cu.
 
-    It synchronises once or twice. `longest_row` is that of the matrix, or an upper bound.
+    A tile may have no rows. It synchronises once. `longest_row` is that of the matrix, or an upper bound.
     """
-    xp, count = module_of(rows.indptr), rows.shape[0]
-    tiles, segments = xp.zeros((0, 2), np.int64), xp.zeros((0, 4), np.int64)
+    xp, count, pointer = module_of(rows.indptr), rows.shape[0], device.pointer
     if not count:
-        return tiles, segments
+        return xp.zeros((0, 2), np.int64), xp.zeros((0, 4), np.int64)
     size = _ROW_WORK * (_TILE - 2 * _GROUP - min(longest, longest_row))
-    cuts = CUTS.pack(count, longest, _ROW_WORK, segment_size(rows), size)
-
-    def launch(spec: KernelSpec, places: int, *values) -> None:
-        kernel = spec.kernel(device, pointer=dtypes.name(rows.indptr.dtype))
-        values = tuple(device.pointer(v) if v is None or hasattr(v, "dtype") else v for v in values)
-        blocks = -(-places // _THREADS)
-        kernel.launch((blocks, 1, 1), (_THREADS, 1, 1), (device.pointer(rows.indptr), cuts, *values))
-
-    work, starts = device.empty((count,), np.dtype(np.int64)), device.empty((count,), np.dtype(np.int32))
-    counts = device.empty((count,), np.dtype(np.int32)) if longest_row > longest else None
-    launch(ROWS, count, work, counts)
-    work_ends = xp.cumsum(work)
-    launch(STARTS, count, work_ends, starts)
-    numbers, ends = xp.cumsum(starts, dtype=np.int32), None
-    if counts is not None:
-        ends = xp.cumsum(counts, dtype=np.int64)
-        segments = xp.zeros((int(ends[-1]), 4), np.int64)
-    tiles = xp.zeros((int(numbers[-1]), 2), np.int64)
-    if tiles.size:
-        launch(TILES, count, numbers, ends, tiles, _GROUP)
-    if segments.size:
-        launch(SEGMENTS, segments.shape[0], ends, segments.shape[0], segments)
-    return tiles, segments
+    segment = segment_size(rows)
+    long_rows = min(rows.nnz // (longest + 1), count) if longest_row > longest else 0
+    most_tiles = (_ROW_WORK * rows.nnz + count) // size + long_rows + 2
+    most_segments = rows.nnz // segment + long_rows if long_rows else 0
+    blocks = -(-count // _PLAN_ROWS)
+    state = xp.zeros(2 * most_tiles + 2 * blocks + 3, np.int64)  # tiles, totals, words and turns
+    segments = device.empty((most_segments, 4), state.dtype)
+    tiles = pointer(state)
+    totals = tiles + 16 * most_tiles
+    cuts = CUTS.pack(count, longest, _ROW_WORK, segment, size)
+    addresses = tiles, pointer(segments), totals, totals + 16, totals + 16 + 16 * blocks
+    kernel = PLAN.kernel(device, pointer=dtypes.name(rows.indptr.dtype))
+    values = pointer(rows.indptr), cuts, _GROUP, *addresses
+    kernel.launch((blocks, 1, 1), (_PLAN_ROWS, 1, 1), values)
+    tile_count, segment_count = state[2 * most_tiles :][:2].tolist()
+    return state[: 2 * tile_count].reshape(-1, 2), segments[:segment_count]

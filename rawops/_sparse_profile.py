@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rawops._sparse_formats import Rows, module_of
+from rawops._sparse_formats import Rows
 from rawops._sparse_measure import measure
 
 _SHARED_READS = 128  # blocks of threads that each read all of x
@@ -34,7 +34,7 @@ class Profile:
         rise.
     padding : float
         Entries of slices of 32 neighbouring rows, each as long as its longest row, over those there are: 1 where rows
-        are even.
+        are even. Rows of 1023 entries and more are left out.
     rises : bool
         Whether columns rise, or stay, within each row.
     """
@@ -64,16 +64,13 @@ def profile(device, rows: Rows, is_kept: bool = True) -> Profile:
     if count == 0 or nnz == 0:
         return Profile(count, cols, 0, 0.0, 0, 0, 0, 0.0, count, math.nan, rises=True)
     found = rows.measured or measure(device, rows.indices, rows.indptr, cols)
+    rows.measured = None  # with what it keeps on the device
     places = min(count * 95 // 100, count - 1), min(count * 99 // 100, count - 1)
-    percentiles = [found.quantile(place) for place in places]
-    if None in percentiles:  # few rows, since most are long
-        lengths = module_of(rows.indptr).sort(rows.indptr[1:] - rows.indptr[:-1])
-        percentiles = [int(lengths[place]) for place in places]
     variance = (count * found.squares - nnz * nnz) / count**2
     scatter = found.jumps / (nnz - 1) if is_kept and nnz > 1 else math.nan
     return Profile(
-        count, cols, nnz, nnz / count, *percentiles, found.longest, math.sqrt(variance) * count / nnz, found.empty,
-        scatter, found.bandwidth, found.padded / nnz, is_kept and found.falls == found.row_falls,
+        count, cols, nnz, nnz / count, *found.quantiles(places), found.longest, math.sqrt(variance) * count / nnz,
+        found.empty, scatter, found.bandwidth, found.padding, is_kept and found.falls == found.row_falls,
     )  # fmt: skip
 
 
@@ -170,13 +167,14 @@ def _blocked(mean: float, width: int, why: str) -> Choice:
 
 def _by_slices(found: Profile) -> Choice | None:
     is_wide = found.scatter > 0.9  # which leaves nothing to gain from narrow columns
+    is_sorted = found.padding > 1.2
     if found.cv <= 0.5 and found.mean <= 256:
-        lanes, is_sorted = power_of_two(found.mean / 16, 1, 32), found.padding > 1.2
+        lanes = power_of_two(found.mean / 16, 1, 32)
         why = f"even rows, of {found.mean:.3g} entries"
         return Choice("packed", lanes, 4096, is_sorted=is_sorted, is_wide=is_wide, why=why)
     if found.mean <= 16 and found.p99 <= 1.25 * found.mean:
         why = f"99 % of the rows have {found.p99} entries at most"
-        return Choice("packed", 1, 32, is_wide=is_wide, why=why)
+        return Choice("packed", 1, 32, is_sorted=is_sorted, is_wide=is_wide, why=why)
     return None
 
 

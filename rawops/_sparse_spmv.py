@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 from rawops._sparse_formats import VALUES, Rows
-from rawops._sparse_profile import Choice
+from rawops._sparse_profile import Choice, Profile
 
 _THREADS = 256
 _BLOCKS_PER_SM = 8  # of 256 threads: all that an SM holds
@@ -87,7 +87,7 @@ class Product(Protocol):
 class ByRows:
     """Some threads a row."""
 
-    def __init__(self, device, rows: Rows, choice: Choice, longest_row: int) -> None:
+    def __init__(self, device, rows: Rows, choice: Choice, found: Profile) -> None:
         self.device, self.rows, self.lanes = device, rows, choice.lanes
         blocks = -(-rows.shape[0] * choice.lanes // _THREADS)
         self.num_partials = min(blocks, _BLOCKS_PER_SM * device.sm_count)
@@ -105,7 +105,7 @@ class ByRows:
 class Scattered:
     """The transposed product from the rows of the other direction, by atomic additions into a workspace."""
 
-    def __init__(self, device, rows: Rows, choice: Choice, longest_row: int) -> None:
+    def __init__(self, device, rows: Rows, choice: Choice, found: Profile) -> None:
         self.device, self.rows, self.lanes = device, rows, choice.lanes
         limit = _BLOCKS_PER_SM * device.sm_count
         self._blocks = min(-(-rows.shape[0] * choice.lanes // _THREADS), limit)

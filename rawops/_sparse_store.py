@@ -19,6 +19,7 @@ from rawops._sparse_transpose import transposed
 from rawops.errors import UnsupportedError
 
 _RESERVE = 0.8  # share of the free memory that "auto" lets the second format and its construction take
+_BLOCK_COLUMNS = 28_928  # of several blocks, also where more would fit into shared memory
 _ALWAYS = 2**26  # bytes that no device is asked for whether it has them
 _ONE, _ZERO = (1.0, 0.0, 0), (0.0, 0.0, 0)  # factors as the kernels take them
 _PRODUCTS = {"rows": ByRows, "stream": ByStream, "packed": ByPacked, "scatter": Scattered}
@@ -53,7 +54,7 @@ class Store:
         kept = not way if choice.kernel == "scatter" else way
         self.choices[way] = choice
         product = _PRODUCTS[choice.kernel]
-        self.products[way] = product(self.device, self.rows[kept], choice, self.profiles[kept].max)
+        self.products[way] = product(self.device, self.rows[kept], choice, self.profiles[kept])
 
     def limits(self, way: bool) -> Limits:
         """Return what a packed copy of a direction may be."""
@@ -61,7 +62,8 @@ class Store:
         shared = (self.device.max_shared_bytes - OWN_BYTES) // data.itemsize
         wanted = 2 * self.rows[way].nbytes
         has_room = wanted < _ALWAYS or wanted <= _RESERVE * _free_bytes(self.device)
-        return Limits(shared - 1, shared // 8 * 4, has_room and dtypes.name(data.dtype) in PACKABLE)
+        columns = min(shared - 1, _BLOCK_COLUMNS)
+        return Limits(shared - 1, columns, has_room and dtypes.name(data.dtype) in PACKABLE)
 
     @property
     def values(self) -> Rows:

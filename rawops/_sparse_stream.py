@@ -9,7 +9,7 @@ import numpy as np
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 from rawops._sparse_formats import Rows, module_of
 from rawops._sparse_plan import plan_stream, segment_size
-from rawops._sparse_profile import Choice
+from rawops._sparse_profile import Choice, Profile
 from rawops._sparse_spmv import CALL, TYPES, Packer, smoke, types_of
 
 # As in spmv_stream.cu
@@ -48,9 +48,9 @@ class ByStream:
         As Tile and Segment in sparse_plan.cu.
     """
 
-    def __init__(self, device, rows: Rows, choice: Choice, longest_row: int) -> None:
+    def __init__(self, device, rows: Rows, choice: Choice, found: Profile) -> None:
         self.device, self.rows, self.walks = device, rows, choice.walk != "single"
-        self.tiles, self.segments = plan_stream(device, rows, choice.longest, longest_row)
+        self.tiles, self.segments = plan_stream(device, rows, choice.longest, found.max)
         count, tiles = self.segments.shape[0], self.tiles.shape[0]
         segment_blocks = -(-count // _WARPS)
         blocks = device.sm_count * _BLOCKS_PER_SM[rows.data.itemsize]
@@ -58,7 +58,7 @@ class ByStream:
         sizes = count, segment_blocks, tiles, choice.lanes, tile_blocks
         self._blocks = segment_blocks + tile_blocks
         # Only where a row may be cut: 16 bytes a segment, as large as any accumulator.
-        cut = count if longest_row > segment_size(rows) else 0
+        cut = count if found.max > segment_size(rows) else 0
         self.num_partials = self._blocks + cut
         sums = device.empty((cut,), np.dtype(np.complex128))
         self.kept: list[Any] = [self.tiles, self.segments, sums, module_of(sums).zeros(cut, np.uint32)]

@@ -81,6 +81,31 @@ def test_types(device, rng, monkeypatch, dtype, walk):
         same(device, A.H.T @ device.put(x), want.astype(dtype))
 
 
+@pytest.mark.gpu
+def test_a_captured_graph_sees_new_values(device, rng, kernel):
+    """In both directions, with x in place too."""
+    import cupy
+
+    made = Coordinates(rng, (300, 40), rng.integers(0, 90, 300), is_sorted=True)
+    A, x, u = made.put(device), cupy.empty(40, "float32"), cupy.empty(300, "float32")
+    y, g = cupy.empty(300, "float32"), cupy.empty(40, "float32")
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        A.matvec(x, out=y), A.rmatvec(u, out=g)
+        stream.begin_capture()
+        A.matvec(x, out=y), A.rmatvec(u, out=g)
+        graph = stream.end_capture()
+        for _ in range(2):
+            made.data = integers(rng, made.data.size, "float32")
+            of_x, of_u = integers(rng, 40, "float32"), integers(rng, 300, "float32")
+            A.update_values(device.put(made.data))
+            x.set(of_x), u.set(of_u)
+            graph.launch()
+            stream.synchronize()
+            same(device, y, made.dense() @ of_x)
+            same(device, g, made.dense().T @ of_u)
+
+
 PACKED = {
     "one block": Choice("packed", 2, 64, 60),
     "blocks": Choice("packed", 1, 64, 12),
@@ -193,6 +218,19 @@ def test_profile_of_a_band(device):
     assert (found.p95, found.cv) == (3, 0.0)
 
 
+@pytest.mark.parametrize("long", [0, 1, 4, 60])
+def test_percentiles_and_padding_beside_long_rows(device, rng, long):
+    """Rows of 1023 entries and more are not in the histogram."""
+    lengths = np.concatenate([rng.integers(0, 30, 60 - long), rng.integers(1022, 1400, long)])
+    lengths[-1] = 1022
+    made = Coordinates(rng, (60, 9), rng.permutation(lengths))
+    found, lengths = made.put(device, dual=False).profile, np.diff(made.indptr)
+    assert (found.p95, found.p99) == (np.sort(lengths)[57], np.sort(lengths)[59])
+    short = np.where(lengths < 1023, lengths, 0)
+    padded = 32 * sum(short[i : i + 32].max() for i in (0, 32))
+    assert found.padding == (padded / short.sum())
+
+
 @pytest.mark.parametrize("cols", [1, 40, 70_000])
 def test_second_format(device, rng, cols):
     """A stable sort by column, in one to three passes: unsorted rows, duplicates, empty rows, ragged tiles."""
@@ -236,7 +274,7 @@ def test_shares_cover_all_rows_once(device, rows, longest):
     lengths = LENGTHS[rows]
     made = Coordinates(np.random.default_rng(0), (lengths.size, 3), lengths)
     A = made.put(device, dual=False)
-    product = ByStream(A._store.device, A._store.values, Choice("stream", 1, longest), int(lengths.max()))
+    product = ByStream(A._store.device, A._store.values, Choice("stream", 1, longest), A.profile)
     kinds = [("entry", "i8"), ("row", "i4"), ("rows", "u2"), ("entries", "u2")]
     tiles = device.get(product.tiles).view(np.dtype(kinds)).ravel()
     kinds = [("begin", "i8"), ("stop", "i8"), ("row", "i4"), ("first", "i4"), ("count", "i4"), ("unused", "i4")]
@@ -246,8 +284,11 @@ def test_shares_cover_all_rows_once(device, rows, longest):
     assert sorted([*rows_of_tiles, *np.unique(segments["row"])]) == list(range(lengths.size))
     assert (lengths[rows_of_tiles] <= longest).all() and (lengths[segments["row"]] > longest).all()
     for entry, row, count, entries in tiles.tolist():
+        if not count:
+            assert not entries
+            continue
         assert entry == indptr[row] & ~3 and entry + entries == indptr[row + count]
-        assert entries <= TILE and 0 < count <= 4 * TILE
+        assert entries <= TILE and count <= 4 * TILE
     for i, (begin, stop, row, first, count, _) in enumerate(segments.tolist()):
         assert first <= i < first + count and count == -(-lengths[row] // SEGMENT)
         assert begin == indptr[row] + (i - first) * SEGMENT and stop == min(begin + SEGMENT, indptr[row + 1])

@@ -196,7 +196,17 @@ __device__ void finish_part(RowEnd<X>& end, void* sums, unsigned int* tickets, i
     if (!__shfl_sync(~0u, is_last, 0)) return;
     __threadfence();
     sum = A{};
-    for (int i = lane; i < count; i += kWarpSize) sum = add(sum, load_volatile(parts + first + i));
+    constexpr int AHEAD = 8;  // loads that are on their way
+    for (int i = lane; i < count; i += AHEAD * kWarpSize) {
+        A found[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+            found[k] = A{};
+            if (i + k * kWarpSize < count) found[k] = load_volatile(parts + first + i + k * kWarpSize);
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) sum = add(sum, found[k]);
+    }
     sum = sum_lanes(sum, kWarpSize);
     if (lane == 0) {
         RowEnd<X> own = end;
