@@ -87,6 +87,7 @@ def cases(quick: bool) -> Iterator[Case]:
         for layout in ("nn", "tn", "tt"):
             yield from (plain("bfloat16", *sizes, layout) for sizes in LARGE)
         yield plain("tf32", 4096, 4096, 4096, "nn")
+        yield from (plain("float32", 4096, 4096, 4096, layout) for layout in ("nn", "tn", "tt"))
         if torch is not None:
             yield from (fused(*case) for case in FUSED)
 

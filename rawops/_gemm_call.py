@@ -388,7 +388,9 @@ class Product:
         a_k_major, access_a = layout_of(a, M, K, a.row, a.col, 0)
         b_k_major, access_b = layout_of(b, N, K, b.col, b.row, gate)
         tf32 = self.options.precision == "tf32"
-        problem = Problem(dtype, M, N, K, math.prod(extents), tf32, min(access_a, access_b))
+        is_base = len(self.roles) == len(ROLES)
+        across_k = is_base and not a_k_major and not b_k_major
+        problem = Problem(dtype, M, N, K, math.prod(extents), tf32, min(access_a, access_b), across_k=across_k)
         activation = ACTIVATIONS.index(self.options.activation)
         arguments = (device, described, M, N, K, extents, activation)
         tuned = self._tuned(device, problem, arguments)
@@ -406,7 +408,9 @@ class Product:
             if on_hopper is not None:
                 return on_hopper
             layouts = {"a": (a_k_major, access_a, 0), "b": (b_k_major, access_b, gate)}
-            copies, replaced = _gemm_repack.plan(device, problem, described, layouts, extents)
+            copies = {}
+            if is_base or problem.kind != "float32":
+                copies, replaced = _gemm_repack.plan(device, problem, described, layouts, extents)
             if copies:
                 product = self._steps_of(device, request, types, replaced, further, folded, sizes)
                 size = sum(copy.size for copy in copies.values())

@@ -91,6 +91,12 @@ TILES = {
         Tile(64, 64, 16, 3, (2, 2)),
         Tile(32, 128, 16, 3, (1, 4)),
     ),
+    "float32 across K": (
+        Tile(256, 128, 16, 3, (4, 2)),
+        Tile(128, 128, 16, 3, (2, 2)),
+        Tile(64, 64, 16, 3, (2, 2)),
+        Tile(32, 128, 16, 3, (1, 4)),
+    ),
 }
 
 # --- parameters -----------------------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ LAYOUT_CHOICES = {
 
 def _spec(kind: str, types: dict, accesses: tuple[int, ...], smoke: list[dict]) -> KernelSpec:
     """Declare the kernel of one kind of product, for the dtypes, tiles and accesses that go together."""
-    name = "gemm_simt" if kind == "float32" else "gemm_sm80"
+    name = "gemm_simt" if kind.startswith("float32") else "gemm_sm80"
     tiles = tuple(tile.cpp for tile in TILES[kind])
     choices = {**types, "tile": tiles, **LAYOUT_CHOICES, "access_a": accesses, "access_b": accesses}
     return KernelSpec(
@@ -173,6 +179,7 @@ KERNELS = {
     "tf32": _spec("tf32", _SINGLE, (16, 8, 4), _smoke("tf32", "float32")),
     "float64": _spec("float64", _DOUBLE, (16, 8), _smoke("float64", "float64")),
     "float32": _spec("float32", {}, (16, 8, 4), _smoke("float32", None)),
+    "float32 across K": _spec("float32 across K", {}, (16, 8, 4), _smoke("float32 across K", None, ((False, False),))),
 }
 REDUCE_THREADS = 128
 REDUCE = KernelSpec(
@@ -197,7 +204,7 @@ class Problem:
     """What a configuration depends on.
 
     N counts columns of b; `access` is the narrower access to a and b in bytes. `promoted`: sums of parts of K are added
-    up beside the tensor cores.
+    up beside the tensor cores. `across_k`: neither a nor b is contiguous along K.
     """
 
     dtype: str
@@ -208,13 +215,14 @@ class Problem:
     tf32: bool = False
     access: int = 16
     promoted: bool = False
+    across_k: bool = False
 
     @property
     def kind(self) -> str:
         if dtypes.itemsize(self.dtype) == 1:
             return "8-bit promoted" if self.promoted else "8-bit"
         if self.dtype == "float32":
-            return "tf32" if self.tf32 else "float32"
+            return "tf32" if self.tf32 else "float32 across K" if self.across_k else "float32"
         if self.dtype == "float64":
             return "float64"
         return "16-bit" if self.access >= 8 else "16-bit narrow"  # narrow copies take more registers

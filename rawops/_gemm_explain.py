@@ -100,7 +100,10 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
         found.why.append("One row: a kernel that streams b, with K shared among warps until every SM is busy.")
         return
     if any("repack" in kernel for kernel in kernels):
-        if options.dtype in DTYPES:
+        if problem.kind == "float32":
+            found.why.append("What is contiguous along K is copied first, to lie across it: for this size that pays.")
+            _, described = _gemm_repack.plan(device, problem, described, layouts, extents)
+        elif options.dtype in DTYPES:
             found.why.append("What TMA or wgmma cannot take as it lies is copied first: for this size that pays.")
             _, described = _gemm_repack.plan(device, problem, described, layouts, extents)
         else:
@@ -135,12 +138,14 @@ def _sm80_problem(options: argparse.Namespace, described: dict, sizes: tuple, ex
     (M, N, K), a, b = sizes, described["a"], described["b"]
     gate = N // 2 if options.activation == "swiglu" else 0
     layouts = {"a": (*layout_of(a, M, K, a.row, a.col, 0), 0), "b": (*layout_of(b, N, K, b.col, b.row, gate), gate)}
-    (a_k_major, access_a, _), (_, access_b, _) = layouts.values()
+    (a_k_major, access_a, _), (b_k_major, access_b, _) = layouts.values()
     if options.groups is not None:
         M, access_a = -(-M // options.groups), access_a if a_k_major else a.itemsize
     tf32, access = options.precision == "tf32", min(access_a, access_b)
     promoted = _promotion(options) != IN_PLACE
-    return _gemm_config.Problem(options.dtype, M, N, K, math.prod(extents), tf32, access, promoted), layouts
+    across_k = options.groups is None and not a_k_major and not b_k_major
+    problem = _gemm_config.Problem(options.dtype, M, N, K, math.prod(extents), tf32, access, promoted, across_k)
+    return problem, layouts
 
 
 def _promotion(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ _MAX_GRID_Z = 65535
 # 74 TFLOP/s, one of 8-byte accesses at 400, one through TMA at 650, and a copy moves 3.5 TB/s; elsewhere it is alike.
 _OPS_PER_BYTE = {2: 24, 4: 24, 8: 330}
 _OPS_PER_BYTE_TF32 = 77  # 160 TFLOP/s without wgmma, which takes TF32 only along K, and 390 with it
+_OPS_PER_BYTE_FLOAT32 = 300  # 47 TFLOP/s where slices of K are transposed on their way, and 49.5 where they are not
 _LAUNCH_BYTES = 16 << 20  # what the memory could move during the copy's launch
 
 _PARAMS = ParamStruct(
@@ -37,7 +38,7 @@ _SPECS = {
 }
 
 
-def pays(operations: int, access: int, copied_bytes: int, tf32: bool = False) -> bool:
+def pays(operations: int, access: int, copied_bytes: int, kind: str = "") -> bool:
     """Tell whether a product is faster after a copy; pure arithmetic.
 
     Parameters
@@ -48,10 +49,11 @@ def pays(operations: int, access: int, copied_bytes: int, tf32: bool = False) ->
         Bytes that its kernel reads at a time without a copy.
     copied_bytes : int
         Size of what would be copied: it is read and written.
-    tf32 : bool
-        It is a product of TF32 on Hopper.
+    kind : str
+        Of the product: "tf32" and "float32" are copied on Hopper, for other reasons.
     """
-    ops_per_byte = _OPS_PER_BYTE_TF32 if tf32 else _OPS_PER_BYTE[access]
+    own = {"tf32": _OPS_PER_BYTE_TF32, "float32": _OPS_PER_BYTE_FLOAT32}
+    ops_per_byte = own[kind] if kind in own else _OPS_PER_BYTE[access]
     return operations > ops_per_byte * (2 * copied_bytes + _LAUNCH_BYTES)
 
 
@@ -95,19 +97,25 @@ def plan(device, problem, described: dict, layouts: dict, extents: tuple) -> tup
     """
     on_hopper = _gemm_sm90.SM90.exists_on(device.capability)
     is_packed = described["b"].itemsize != described["a"].itemsize
-    if is_packed or not (problem.kind.startswith("16-bit") or (problem.tf32 and on_hopper)):
+    if is_packed or not (problem.kind.startswith("16-bit") or (problem.kind in ("tf32", "float32") and on_hopper)):
         return {}, described
-    wanted = 16 if on_hopper else 8
-    # TF32 wants a along K; a row-major b is the first operand of the transposes, unless it is gated.
-    along_k = ("a", "b") if layouts["b"][2] else ("a",)
-    chosen = [r for r in ("a", "b") if layouts[r][1] < wanted or (problem.tf32 and r in along_k and not layouts[r][0])]
+    if problem.kind == "float32":  # slices of K as they are to lie in shared memory; up must start on 16 bytes
+        chosen = [r for r in ("a", "b") if layouts[r][0] and layouts[r][2] % 4 == 0]
+    else:
+        wanted = 16 if on_hopper else 8
+        # TF32 wants a along K; a row-major b is the first operand of the transposes, unless it is gated.
+        along_k = ("a", "b") if layouts["b"][2] else ("a",)
+        tf32 = [r for r in along_k if problem.tf32 and not layouts[r][0]]
+        chosen = [r for r in ("a", "b") if layouts[r][1] < wanted or r in tf32]
     sizes = {"a": problem.M * problem.K, "b": problem.N * problem.K}
     copied = sum(sizes[r] * described[r].itemsize * math.prod(_distinct(described[r], extents)) for r in chosen)
     operations = 2 * problem.M * problem.N * problem.K * problem.batches
-    if not chosen or not pays(operations, problem.access, copied, problem.tf32):
+    if not chosen or not pays(operations, problem.access, copied, problem.kind):
         return {}, described
-    # Where columns are contiguous, up must start on 16 bytes, too.
-    majors = {role: layouts[role][0] or layouts[role][2] % 8 != 0 or problem.tf32 for role in chosen}
+    if problem.kind == "float32":
+        majors = dict.fromkeys(chosen, False)
+    else:  # where columns are contiguous, up must start on 16 bytes, too
+        majors = {role: layouts[role][0] or layouts[role][2] % 8 != 0 or problem.tf32 for role in chosen}
     return copies_of(device, majors, described, problem, extents)
 
 

@@ -106,6 +106,29 @@ def test_plan_and_epilogue(device, always, rng):
         np.testing.assert_array_equal(device.get(got), want.astype(FLOAT16))
 
 
+@pytest.mark.parametrize("layouts, count", [("nn", 1), ("nt", 2), ("tt", 1), ("tn", 0)])
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_float32_is_laid_across_k(hopper, always, rng, layouts, count, activation):
+    """Of a gated b, only where both halves begin on 16 bytes."""
+    M, N, K = 67, 92 if activation is None else 180, 37
+    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((2, M, K), (K, N)))
+    stored = [
+        hopper.put(x) if layout == "n" else hopper.put(np.ascontiguousarray(x.swapaxes(-1, -2))).swapaxes(-1, -2)
+        for x, layout in zip((a, b), layouts, strict=True)
+    ]
+    before = len(copies(hopper)) if hopper.xp is np else 0
+    got = hopper.get(gemm(*stored, activation=activation))
+    want = references.gemm(a.astype(float), b.astype(float), activation=activation)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-5)
+    fewer = activation is not None and layouts[1] == "t"
+    assert hopper.xp is not np or len(copies(hopper)) - before == count - fewer
+
+
+def test_when_float32_pays():
+    assert _gemm_repack.pays(2 * 4096**3, 16, 2 * 4 * 4096**2, "float32")
+    assert not _gemm_repack.pays(2 * 2048**3, 16, 2 * 4 * 2048**2, "float32")
+
+
 @pytest.mark.parametrize(
     "size, access, expected",
     [

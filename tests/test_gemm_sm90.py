@@ -95,6 +95,20 @@ def test_results_that_tma_cannot_write(hopper, force, rng, N, dtype, tile):
     check(hopper, integers(rng, (130, 72), FLOAT16), integers(rng, (72, N), FLOAT16), ("row", "col"), np.dtype(dtype))
 
 
+@pytest.mark.parametrize("N", [131, 132])
+@pytest.mark.parametrize("tile", [{}, {"ping_pong": True}, {"block_m": 64, "cluster": 2}], ids=str)
+def test_float32_results_in_rows_on_16_bytes(hopper, force, rng, N, tile):
+    """They leave the accumulators as they are, and what lies beside them alone."""
+    force(96, **tile)
+    a, b = integers(rng, (75, 72), BFLOAT16), integers(rng, (72, N), BFLOAT16)
+    room = hopper.put(np.full((77, 144), 7, "float32"))
+    gemm(hopper.put(a), padded(hopper, b, "col"), alpha=0.5, out=room[1:-1, 4 : 4 + N])
+    assert ran_on_hopper(hopper)
+    want = np.full((77, 144), 7.0)
+    want[1:-1, 4 : 4 + N] = exact(a, b) / 2
+    np.testing.assert_array_equal(hopper.get(room), want)
+
+
 def test_a_view_that_ends_inside_16_bytes_leaves_its_neighbours_alone(hopper, rng):
     """TMA would store the whole of the last 16 bytes of each row."""
     a, b = integers(rng, (130, 72), FLOAT16), integers(rng, (72, 125), FLOAT16)

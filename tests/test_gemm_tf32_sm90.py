@@ -91,4 +91,4 @@ def test_a_block_of_k_is_128_bytes():
 @pytest.mark.parametrize("size, expected", [((4096, 4096, 4096), True), ((64, 4096, 4096), False)])
 def test_when_a_copy_pays(size, expected):
     M, N, K = size
-    assert _gemm_repack.pays(2 * M * N * K, 16, 4 * N * K, True) is expected
+    assert _gemm_repack.pays(2 * M * N * K, 16, 4 * N * K, "tf32") is expected

@@ -183,6 +183,13 @@ public:
     }
 
     __device__ int cols() const { return shape.cols; }  // of D
+    __device__ bool has_row(int m) const { return m < rows_end; }
+
+    // Whether D is alpha times the product and no more, in rows that lie on 16-byte boundaries.
+    __device__ bool is_plain() const {
+        const bool nothing = call.bias == nullptr && call.residual == nullptr && beta == Value(0);
+        return kActivation == kIdentity && nothing && (shape.out_flags & kAligned);
+    }
 
     // The place of an element of D.
     __device__ Out* place(int m, int n) const { return out + m * shape.out.row + n * shape.out.col; }

@@ -109,6 +109,18 @@ __device__ inline void tma_load(uint32_t destination, const TensorMap& map, cons
         : "memory");
 }
 
+// The same for what is not asked for again: the L2 gives it up before anything else.
+__device__ inline void tma_load_once(uint32_t destination, const TensorMap& map, const TensorCoordinates& from,
+                                     uint32_t barrier) {
+    constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy makes it
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, "
+        "%4, %5, %6}], [%7], %8;" ::"r"(destination),
+        "l"(&map), "r"(from.at[0]), "r"(from.at[1]), "r"(from.at[2]), "r"(from.at[3]), "r"(from.at[4]), "r"(barrier),
+        "l"(kEvictFirst)
+        : "memory");
+}
+
 // Copies a box from shared memory; what lies outside the tensor is not written.
 __device__ inline void tma_store(const TensorMap& map, const TensorCoordinates& to, uint32_t source) {
     asm volatile(

@@ -255,12 +255,53 @@ __device__ inline void store_staged(const TensorMap& map, const Work& work, cons
     tma_store_commit();
 }
 
+// Writes alpha times the accumulators, float32, where they are all of D: lanes fill sectors of 32 bytes.
+template <class Tile>
+__device__ inline void write_plain(const typename Tile::Finished& acc, const typename Tile::Epilogue& epilogue,
+                                   float alpha, const Work& work, const Consumer& self) {
+    const int lane = self.lane(), cols = epilogue.cols();
+    auto write = [&](float* to, int left, float first, float second) {
+        if (left > 1) *reinterpret_cast<float2*>(to) = {first * alpha, second * alpha};
+        else if (left == 1) *to = first * alpha;
+    };
+    if constexpr (Tile::kTransposed) {
+        const int n = work.m + self.row + TransposedRows::pair(self.warp_row() / 16, lane), m = work.n + lane % 4 * 2;
+#pragma unroll
+        for (int group = 0; group < Tile::SHARE / 8; ++group) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float* values = &acc[0][group * 4 + i];
+                const int row = m + group * 8 + i;
+                if (epilogue.has_row(row)) write(epilogue.place(row, n), cols - n, values[0], values[2]);
+            }
+        }
+    } else {
+        const int m = work.m + self.row + self.warp_row() + lane / 4, n = work.n + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < Tile::ATOMS_M * 2; ++i) {
+            const int row = m + i / 2 * 64 + i % 2 * 8;
+            if (!epilogue.has_row(row)) continue;
+            float* to = epilogue.place(row, n);
+#pragma unroll
+            for (int group = 0; group < Tile::SHARE / 8; ++group) {
+                const float* values = &acc[i / 2][group * 4 + i % 2 * 2];
+                write(to + group * 8, cols - n - group * 8, values[0], values[1]);
+            }
+        }
+    }
+}
+
 // Finishes a tile.
 template <class Tile>
 __device__ inline void finish_work(const typename Tile::Finished& acc, const typename Tile::Factors& factors,
                                    const typename Tile::Epilogue& epilogue, float alpha, const TileBias<Tile>& bias,
                                    const TensorMap& map, const Work& work, const Consumer& self) {
     if constexpr (Tile::kFinish == kDirect) {
+        constexpr bool kMayBePlain = is_same<typename Tile::Out, float> && is_same<typename Tile::Value, float> &&
+                                     is_same<typename Tile::Scaling, NoScaling> && Tile::PARTS == 1;
+        if constexpr (kMayBePlain) {
+            if (epilogue.is_plain()) return write_plain<Tile>(acc, epilogue, alpha, work, self);
+        }
         using Group = typename Tile::Epilogue::Group;
         for_each_group<Tile>(acc, factors, self, [&](int row, int col, Group& value, Group& up) {
             if constexpr (Tile::kTransposed) epilogue.finish(work.n + row, work.m + self.row + col, value, up);

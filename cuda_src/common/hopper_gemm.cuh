@@ -64,8 +64,9 @@ template <class Tile> struct Exchange {
 };
 
 // Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and K_EXTENT along K. They
-// may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX.
-template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_BYTES = 128>
+// may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX. kOnce:
+// nobody asks for them again.
+template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_BYTES = 128, bool kOnce = false>
 __device__ inline void load_operand(uint32_t destination, const TensorMap& map, TensorCoordinates from, int mn, int k,
                                     uint32_t full, int distance = 0) {
     constexpr int BOX = kKMajor ? EXTENT / PARTS : MN_BOX, BOXES = EXTENT / BOX;
@@ -74,7 +75,8 @@ __device__ inline void load_operand(uint32_t destination, const TensorMap& map, 
         const int at = mn + box % (BOXES / PARTS) * BOX + box / (BOXES / PARTS) * distance;
         from.at[0] = kKMajor ? k : at;
         from.at[1] = kKMajor ? at : k;
-        tma_load(destination + box * BOX * K_BYTES, map, from, full);
+        if constexpr (kOnce) tma_load_once(destination + box * BOX * K_BYTES, map, from, full);
+        else tma_load(destination + box * BOX * K_BYTES, map, from, full);
     }
 }
 
@@ -119,8 +121,13 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
         const TensorCoordinates b = work.matrix_of(Tile::kTransposed ? shape.a : shape.b);
         auto load_b = [&](int block, uint32_t stage, uint32_t full) {
             const int k = (schedule.first_block + block) * Tile::BLOCK_K;
-            load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(stage + Tile::A_BYTES, maps.b, b, work.n, k, full,
-                                                                     shape.epilogue.cols);
+            const uint32_t to = stage + Tile::A_BYTES;
+            const int up = shape.epilogue.cols;
+            if (Tile::kStreams && shape.M <= Tile::BLOCK_M && shape.batches == 1) {
+                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, true>(to, maps.b, b, work.n, k, full, up);
+            } else {
+                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(to, maps.b, b, work.n, k, full, up);
+            }
         };
         if (Tile::kWaits && index == schedule.first) await_launch_before();
         int ahead = 0;

@@ -100,6 +100,7 @@ struct HopperTile {
     static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_;
     // For the launch before, at the start. A low-rank part waits where it reads what was made for it.
     static constexpr bool kWaits = LowRank::RANK == 0 && !LowRank::kSorted;
+    static constexpr bool kStreams = BLOCK_M == 64 && !kGrouped;  // b, if a has one row of tiles
     static constexpr int CONSUMERS = kPingPong || BLOCK_M == 128 ? 2 : 1;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     using OperandA = WgmmaOperand<kAKMajor, BLOCK_K, 128, ITEM_BYTES>;
