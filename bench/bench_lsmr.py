@@ -183,7 +183,8 @@ def iteration_us(a, b) -> float:
 
 
 def products_us(a, dtype) -> float:
-    """The time of A v and A^H u, from a graph."""
+    """The time of A v and A^H u, from a graph in which they alternate, as in an iteration: neither finds its matrix in
+    the L2."""
     u, v = (cupy.zeros(size, dtype) for size in a.shape)
 
     def both() -> None:

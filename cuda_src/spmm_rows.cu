@@ -17,7 +17,7 @@ constexpr int kThreads = 256;
 constexpr int kQuad = 4;  // entries of a group at a time
 
 struct SpmmPlan {
-    const int64_t* segments;  // (segments, 5): first entry, the one behind the last, row, index in splits or -1, place
+    const int64_t* segments;  // (segments, 4): first entry, the one behind the last, row, index in splits or -1
     const int* splits;        // (splits, 2): first segment, segments
     void* sums;               // (segments, columns), of the accumulator's type
     unsigned int* tickets;    // (column tiles, splits), zero between products
@@ -39,8 +39,7 @@ constexpr int kResident = kColumns ? sizeof(X) > 4 ? 3 : kColumnsResident : size
 // The scalars of a column, and the end of its entries of y.
 template <class X> struct SpmmColumn {
     using A = Accumulator<X>;
-    Real<A> alpha = 0, beta = 1;
-    double squares = 0;
+    Real<A> alpha, beta;
 
     __device__ void read(const SpmvCall& call, const SpmmPlan& plan, int column) {
         alpha = Real<A>(call.alpha.pointer[column * plan.step]), beta = Real<A>(call.beta.pointer[column * plan.step]);
@@ -48,13 +47,11 @@ template <class X> struct SpmmColumn {
 
     __device__ bool is_wanted() const { return alpha != 0 || beta != 1; }
 
-    __device__ X finished(A sum, X old) {
+    __device__ X finished(A sum, X old) const {
         A value = {};
         if (alpha != 0) value = scale(make_value<A>(alpha, 0), sum);
         if (beta != 0) value = add(value, scale(make_value<A>(beta, 0), A(widen(old))));
-        const X stored = narrow<X>(value);
-        squares += square(widen(stored));
-        return stored;
+        return narrow<X>(value);
     }
 };
 
@@ -72,7 +69,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
     int column;
     bool exists, is_wanted;  // whether there is anything to do
     A sums[VEC];
-    SpmmColumn<X> own[kColumns ? VEC : 1];
+    double squares[kColumns ? VEC : 1] = {};
 
     __device__ SpmmTile(const SpmvCall& call, const DenseShape& shape, const SpmmPlan& plan)
         : call(call),
@@ -85,14 +82,23 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
             is_wanted = false;
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
-                if (column + j < shape.columns) own[j].read(call, plan, column + j);
-                is_wanted |= own[j].is_wanted();
+                SpmmColumn<X> found = {0, 1};
+                if (column + j < shape.columns) found.read(call, plan, column + j);
+                is_wanted |= found.is_wanted();
+                if (threadIdx.x < LANES) own(j) = found;
             }
             is_wanted = __any_sync(~0u, is_wanted);  // a warp has all columns
             end.reads_a = is_wanted;                  // of any of them
+            __syncthreads();
         } else {
             is_wanted = !end.keeps_y;
         }
+    }
+
+    // The scalars of this thread's columns: in shared memory, since the registers are for what is on its way.
+    __device__ SpmmColumn<X>& own(int j) const {
+        __shared__ SpmmColumn<X> columns[LANES][VEC];
+        return columns[threadIdx.x % LANES][j];
     }
 
     // What comes of the sums, by the first group of those that share a row.
@@ -101,7 +107,10 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
             Stretch* y = reinterpret_cast<Stretch*>(end.row_of(row) + column);
             Stretch found = *y;
 #pragma unroll
-            for (int j = 0; j < VEC; ++j) found.data[j] = own[j].finished(sums[j], found.data[j]);
+            for (int j = 0; j < VEC; ++j) {
+                found.data[j] = own(j).finished(sums[j], found.data[j]);
+                squares[j] += square(widen(found.data[j]));
+            }
             *y = found;
         } else {
             end.finish_vector(end.row_of(row), column, sums);
@@ -114,8 +123,8 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
             SpmmColumn<X> found;
             found.read(call, plan, result);
             X* y = end.row_of(row) + result;
-            *y = found.finished(sum, *y);
-            call.partials[int64_t(place) * shape.columns + result] = found.squares;
+            const X value = *y = found.finished(sum, *y);
+            call.partials[int64_t(place) * shape.columns + result] = square(widen(value));
         } else {
             end.finish_one(end.row_of(row), result, sum);
         }
@@ -127,7 +136,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
         const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            double sum = own[j].squares;
+            double sum = squares[j];
 #pragma unroll
             for (int mask = LANES; mask < kWarpSize; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
             if (lane < LANES) parts[threadIdx.x / kWarpSize][lane * VEC + j] = sum;
@@ -151,40 +160,60 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
         return {indptr[row], indptr[row + 1]};
     }
 
-    // Adds up group `part` of `parts`'s share of the entries from `begin` to `stop`.
-    __device__ void add_entries(P begin, P stop, int part, int parts) {
+    // Four entries.
+    struct Quad {
+        Vector<int, kQuad> places;
+        Vector<V, kQuad> values;
+    };
+
+    __device__ void load(Quad& quad, P at, P stop) const {
         const V* __restrict__ data = static_cast<const V*>(call.data);
-        const X* __restrict__ x = static_cast<const X*>(call.x) + column;
+        if (at + kQuad <= P(call.nnz)) {
+            quad.places = *reinterpret_cast<const Vector<int, kQuad>*>(call.indices + at);
+            quad.values = *reinterpret_cast<const Vector<V, kQuad>*>(data + at);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kQuad; ++i) {
+                if (at + i < stop) quad.places.data[i] = call.indices[at + i], quad.values.data[i] = data[at + i];
+            }
+        }
+    }
+
+    // Adds up group `part` of `parts`'s share of the entries from `begin` to `stop`. kColumns: its next four are on their
+    // way while it waits for what those before meet of x; the registers for that cost short rows more than it gains.
+    __device__ void add_entries(P begin, P stop, int part, int parts) {
+        const char* x = reinterpret_cast<const char*>(static_cast<const X*>(call.x) + column);
+        const uint64_t row_bytes = shape.x_row * sizeof(X);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) sums[j] = A{};
-        if (!exists) return;
-        for (P at = (begin & ~P(kQuad - 1)) + part * kQuad; at < stop; at += parts * kQuad) {
-            Vector<int, kQuad> places;
-            Vector<V, kQuad> values;
-            if (at + kQuad <= P(call.nnz)) {
-                places = *reinterpret_cast<const Vector<int, kQuad>*>(call.indices + at);
-                values = *reinterpret_cast<const Vector<V, kQuad>*>(data + at);
+        P at = (begin & ~P(kQuad - 1)) + part * kQuad;
+        if (!exists || at >= stop) return;
+        Quad now, next;
+        if constexpr (kColumns) load(next, at, stop);
+        while (at < stop) {
+            const P then = at + parts * kQuad;
+            if constexpr (kColumns) {
+                now = next;
+                if (then < stop) load(next, then, stop);
             } else {
-#pragma unroll
-                for (int i = 0; i < kQuad; ++i) {
-                    if (at + i < stop) places.data[i] = call.indices[at + i], values.data[i] = data[at + i];
-                }
+                load(now, at, stop);
             }
             Stretch stretches[kQuad];
 #pragma unroll
             for (int i = 0; i < kQuad; ++i) {
                 stretches[i] = {};
-                if (at + i < begin || at + i >= stop) values.data[i] = V{};  // a neighbour's: 0 * 0
-                else stretches[i] = *reinterpret_cast<const Stretch*>(x + places.data[i] * shape.x_row);
+                if (at + i < begin || at + i >= stop) now.values.data[i] = V{};  // a neighbour's: 0 * 0
+                else stretches[i] = *reinterpret_cast<const Stretch*>(x + uint32_t(now.places.data[i]) * row_bytes);
             }
 #pragma unroll
             for (int i = 0; i < kQuad; ++i) {
-                const auto value = widen(conjugated<kConjugate>(values.data[i]));
+                const auto value = widen(conjugated<kConjugate>(now.values.data[i]));
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
                     sums[j] = multiply_add(value, A(widen(stretches[i].data[j])), sums[j]);
                 }
             }
+            at = then;
         }
     }
 
@@ -230,7 +259,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
     __device__ void multiply_segment(int index) {
         __shared__ A parts[kThreads * VEC];
         __shared__ bool is_last;
-        const int64_t* found = plan.segments + 5 * index;
+        const int64_t* found = plan.segments + 4 * index;
         const int64_t row = found[2];
         const int split = int(found[3]), at = threadIdx.x % WIDTH, group = threadIdx.x / WIDTH;
         const int result = blockIdx.y * WIDTH + at;
@@ -253,7 +282,7 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
         // The last to arrive, whichever it is, leaves the squares of the row behind those of the blocks.
         if (kColumns && is_adding) call.partials[int64_t(blockIdx.x) * shape.columns + result] = 0;
         volatile A* kept = static_cast<volatile A*>(plan.sums);
-        if (is_adding) store_volatile(kept + found[4] * shape.columns + result, sum);
+        if (is_adding) store_volatile(kept + int64_t(index) * shape.columns + result, sum);
         __threadfence();
         __syncthreads();
         const int first = plan.splits[2 * split], count = plan.splits[2 * split + 1];

@@ -42,5 +42,5 @@ class SparseColumns:
             dense.run_columns(x, y, alpha, beta, scalars.stride, partials, conjugate, self._vectors.early)
             return
         w = self._w[: y.shape[0]]
-        self._ops[transposed].matmat(x, *scalars.gate, out=w)
+        self._ops[transposed].matmat(x, *(scalars.gate or (1.0, 0.0)), out=w)
         self._vectors.combine(scalars, w, y, partials)

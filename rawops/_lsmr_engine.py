@@ -82,9 +82,10 @@ class Engine:
 
     def _pair(self, offset: int) -> Pair:
         alpha, beta = self.states[:, offset], self.states[:, offset + 1]
+        gate = tuple(self._gate[i : i + 1].reshape(()) for i in (0, 1))
         if self.columns == 1:
-            return Pair(alpha.reshape(()), beta.reshape(()))
-        return Pair(alpha, beta, _STATE, tuple(self._gate[i : i + 1].reshape(()) for i in (0, 1)))
+            return Pair(alpha.reshape(()), beta.reshape(()), 0, gate)
+        return Pair(alpha, beta, _STATE, gate)
 
     def _chunk(self) -> int:
         if not self._is_captured:

@@ -71,13 +71,14 @@ def real_and_parts(dtype) -> tuple[str, int]:
 class Pair(NamedTuple):
     """The scalars of y = alpha A x + beta y on the device: 0-d float64 arrays, or (columns,) ones `stride` apart.
 
-    `gate` are alpha and beta for A x alone, of all columns together: 1 and 0 as long as one of them is wanted.
+    `gate`, where there is one, are alpha and beta for A x alone, 0-d arrays for all columns together: 1 and 0 until all
+    have stopped, then 0 and 1.
     """
 
     alpha: Any
     beta: Any
     stride: int = 0
-    gate: tuple = (1.0, 0.0)
+    gate: tuple | None = None
 
 
 class Vectors:

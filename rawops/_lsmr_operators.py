@@ -240,7 +240,8 @@ class BoundPreconditioned:
 
     def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
         if transposed:
-            self.plain.apply(True, x, self._w, self.vectors.constants(1, 0), self._partials)
+            alone = Pair(*scalars.gate, 0, scalars.gate) if scalars.gate else self.vectors.constants(1, 0)
+            self.plain.apply(True, x, self._w, alone, self._partials)
             w = self._w if self._scale is not None else self._checked("rsolve", self._rsolve(self._w))
             self.vectors.combine(scalars, w, y, partials, scale=self._scale)
         else:

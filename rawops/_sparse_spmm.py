@@ -19,10 +19,9 @@ _SEGMENT = 2048  # entries of a long row for one block
 _BLOCK_WORK, _BLOCK_ROWS = 1024, 128  # entries of a block's rows, about, and how many rows
 _SHARE = 4  # groups that share a row at most
 _COLUMN_ROWS = 8  # rows that a group takes at most where a block's squares are added up
-_BLOCKS_PER_SM, _WAVES = 4, 4  # of such blocks
-_LONG = 512  # entries of a row that no warp should be alone with
-_SLICE_BYTES = 40 << 20  # of x, that stay in the L2 of a large GPU
-_SLICE_MEAN = 64  # entries of a row in a slice that are worth a block
+_BLOCKS_PER_SM, _WAVES = 4, 4  # blocks that an SM holds, and times that it is filled where there are many rows
+_LONG = 512  # entries of a row that no warp should be alone with,
+_LONG_OF_MANY = 4096  # unless most rows are like that, and there are many
 
 DENSE = ParamStruct(
     "DenseShape",
@@ -69,7 +68,7 @@ SPMM = KernelSpec(
         _smoke("complex128", lanes=8, share=4, conjugate=True, columns=True),
     ),
     params=CALL,
-    spills={"sm_89": 24, "sm_90a": 8},
+    spills={"sm_89": 24},
 )
 
 
@@ -167,27 +166,35 @@ class Dense:
     def num_partials(self, x) -> int:
         """How many parts of the sums of squares `run_columns` leaves. The first call synchronises."""
         layout = self._column_layout(x)
-        _, _, splits = self._apart(layout.longest, layout.split, self._slices(x))
+        _, _, splits = self._apart(layout.longest, layout.split)
         return self._blocks(layout, x) + splits.shape[0]
 
     def _layout(self, x) -> Layout:
-        return layout_for(x.shape[1], x.itemsize, self._alignment(x), self.rows.nnz / self.rows.shape[0])
+        mean = self.rows.nnz / self.rows.shape[0]
+        layout = layout_for(x.shape[1], x.itemsize, self._alignment(x), mean)
+        usual = min(int(2 * mean), _LONG_OF_MANY)
+        if usual <= layout.longest or self._row_blocks(layout) < self.device.sm_count * _BLOCKS_PER_SM * _WAVES:
+            return layout
+        return replace(layout, longest=usual, split=max(layout.split, usual))
+
+    def _row_blocks(self, layout: Layout) -> int:
+        """Return how many blocks of threads there are with one row for each group."""
+        return self.rows.shape[0] * layout.lanes * layout.share // _THREADS
 
     def _column_layout(self, x) -> Layout:
         layout, most = self._layout(x), self.device.sm_count * _BLOCKS_PER_SM * _WAVES
-        row_blocks = self.rows.shape[0] * layout.lanes * layout.share // _THREADS  # with one row for each group
-        rows_a_team = power_of_two(row_blocks / most, 1, _COLUMN_ROWS)
+        rows_a_team = power_of_two(self._row_blocks(layout) / most, 1, _COLUMN_ROWS)
         return replace(layout, rows_a_team=max(layout.rows_a_team, rows_a_team))
 
     def _blocks(self, layout: Layout, x) -> int:
-        listed, segments, _ = self._apart(layout.longest, layout.split, self._slices(x))
+        listed, segments, _ = self._apart(layout.longest, layout.split)
         at_once = _THREADS // (layout.lanes * layout.share) * layout.rows_a_team
         return segments.shape[0] + -(-listed.size // (_THREADS // _WARP)) + -(-self.rows.shape[0] // at_once)
 
     def _launch(self, layout: Layout, x, y, alpha, beta, conjugate, step=0, partials=None, early=False) -> None:
         columns = y.shape[1]
         tiles = -(-columns // layout.width(x.itemsize))
-        listed, segments, splits = self._apart(layout.longest, layout.split, self._slices(x))
+        listed, segments, splits = self._apart(layout.longest, layout.split)
         types = types_of(self.rows, x, conjugate)
         kernel = SPMM.kernel(self.device, **types, **layout.choices, columns=partials is not None)
         workspace = self._workspace(segments, splits, columns, tiles, types["vector"])
@@ -205,21 +212,15 @@ class Dense:
         step = x.strides[0] if x.shape[0] > 1 else 0
         return math.gcd(self.device.pointer(x), step, 16)
 
-    def _slices(self, x) -> int:
-        """Return into how many ranges of columns long rows are cut, so that the part of x for each stays in the L2."""
-        rows, cols = self.rows.shape
-        wanted = -(-cols * x.shape[1] * x.itemsize // _SLICE_BYTES)
-        return max(min(wanted, self.rows.nnz // rows // _SLICE_MEAN), 1)
-
-    def _apart(self, longest: int, split: int, slices: int) -> tuple:
+    def _apart(self, longest: int, split: int) -> tuple:
         """Return the rows of warps of their own, and segments and splits; the first call synchronises."""
-        key = longest, split, slices
+        key = longest, split
         if key not in self._segments:
             indptr = self.rows.indptr
             xp = module_of(indptr)
             lengths = indptr[1:] - indptr[:-1]
             listed = xp.flatnonzero((lengths > longest) & (lengths <= split)).astype(np.int32)
-            self._segments[key] = listed, *_segments(xp, self.rows, xp.flatnonzero(lengths > split), slices)
+            self._segments[key] = listed, *_segments(xp, self.rows, xp.flatnonzero(lengths > split))
         return self._segments[key]
 
     def _workspace(self, segments, splits, columns: int, tiles: int, vector: str) -> tuple[Any, Any]:
@@ -238,51 +239,18 @@ def strides_of(x, y) -> list[int]:
     return [stride // x.itemsize for stride in (x.strides[0], *y.strides)]
 
 
-def _segments(xp, rows: Rows, long_rows, slices: int) -> tuple:
-    """Cut long rows: the segments as spmm_rows.cu has them, and the first segment and number of each cut row.
-
-    A segment has its place among those of its row, slice after slice; all segments of one slice are launched before the
-    next slice's.
-    """
+def _segments(xp, rows: Rows, long_rows) -> tuple:
+    """Cut long rows: the segments as spmm_rows.cu has them, and the first segment and number of each cut row."""
     if long_rows.size == 0:
-        return xp.zeros((0, 5), np.int64), xp.zeros((0, 2), np.int32)
-    cuts = _cuts(xp, rows, long_rows, slices if slices > 1 and _is_sorted(xp, rows) else 1)
-    begin, stop = cuts[:, :-1].ravel(), cuts[:, 1:].ravel()
+        return xp.zeros((0, 4), np.int64), xp.zeros((0, 2), np.int32)
+    begin, stop = (rows.indptr[long_rows + i].astype(np.int64) for i in (0, 1))
     counts = -(-(stop - begin) // _SEGMENT)
     ends = xp.cumsum(counts)
     number = xp.arange(int(ends[-1]))
-    piece = xp.searchsorted(ends, number, side="right")
-    pieces = cuts.shape[1] - 1
-    entry = begin[piece] + (number - ends[piece] + counts[piece]) * _SEGMENT
-    count = counts.reshape(-1, pieces).sum(1)
-    first = xp.cumsum(count) - count
-    is_cut = count > 1
+    owner = xp.searchsorted(ends, number, side="right")
+    entry = begin[owner] + (number - ends[owner] + counts[owner]) * _SEGMENT
+    is_cut = counts > 1
     split = xp.where(is_cut, xp.cumsum(is_cut) - 1, -1)
-    owner = piece // pieces
-    order = xp.argsort(piece % pieces * number.size + number)
-    fields = entry, xp.minimum(entry + _SEGMENT, stop[piece]), long_rows[owner], split[owner], number
-    segments = xp.stack(fields, 1)[order].astype(np.int64)
-    return segments, xp.stack([first[is_cut], count[is_cut]], 1).astype(np.int32)
-
-
-def _is_sorted(xp, rows: Rows) -> bool:
-    """Tell whether the columns rise within every row."""
-    falls = rows.indices[1:] < rows.indices[:-1]
-    starts = rows.indptr[1:-1]
-    falls[starts[(starts > 0) & (starts < rows.nnz)] - 1] = False
-    return not bool(falls.any())
-
-
-def _cuts(xp, rows: Rows, long_rows, slices: int):
-    """Return where the entries of rows begin, reach each of the slices' columns, and end: (rows, slices + 1)."""
-    begin, stop = (rows.indptr[long_rows + i].astype(np.int64) for i in (0, 1))
-    if slices == 1:
-        return xp.stack([begin, stop], 1)
-    bounds = xp.arange(1, slices) * -(-rows.shape[1] // slices)
-    low = xp.repeat(begin[:, None], slices - 1, 1)
-    high = xp.repeat(stop[:, None], slices - 1, 1)
-    for _ in range(int((stop - begin).max()).bit_length()):  # a binary search for all at once
-        middle = (low + high) // 2
-        is_below = (low < high) & (rows.indices[xp.minimum(middle, rows.nnz - 1)] < bounds)
-        low, high = xp.where(is_below, middle + 1, low), xp.where(is_below, high, xp.maximum(middle, low))
-    return xp.concatenate([begin[:, None], low, stop[:, None]], 1)
+    fields = entry, xp.minimum(entry + _SEGMENT, stop[owner]), long_rows[owner], split[owner]
+    splits = (ends - counts)[is_cut], counts[is_cut]
+    return xp.stack(fields, 1).astype(np.int64), xp.stack(splits, 1).astype(np.int32)

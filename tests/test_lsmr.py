@@ -150,6 +150,22 @@ def test_maxiter_0_reports_the_residual(device):
     assert ours.normr == pytest.approx(3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_maxiter_is_the_smaller_extent_unless_given(device, rng, dtype):
+    """Case 62: ill-conditioned, and tolerances of 0 that nothing meets."""
+    a, b = system(rng, 40, 10, np.logspace(0, -6, 10))
+    options = {"atol": 0, "btol": 0, "conlim": 0}
+    ours = rawops.lsmr(device.put(a.astype(dtype)), device.put(b.astype(dtype)), **options)
+    assert (ours.istop, ours.itn) == (7, 10) == tuple(scipy_lsmr(a, b, **options)[1:3])
+
+
+def test_matrix_of_zeros(device):
+    a, b = np.zeros((6, 3)), np.arange(6.0)
+    ours = rawops.lsmr(device.put(a), device.put(b), damp=0.5, x0=device.put(np.ones(3)))
+    assert (ours.istop, ours.itn, ours.normar) == (0, 0, 0)
+    assert device.get(ours.x).tolist() == [1.0] * 3 and ours.normr == pytest.approx(np.linalg.norm(b))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["A", "b", "x0"])
 def test_what_is_not_finite_is_never_solved(device, rng, bad, where):
@@ -411,6 +427,20 @@ def test_iterations_neither_wait_nor_allocate(device, rng, monkeypatch, kind):
         assert len(waits) <= ours.itn / engine.chunk + 3
         assert kind == "sparse in one block" or engine._graph is not None
     assert allocations[0] == allocations[1] <= 3
+
+
+@pytest.mark.skipif(has_gpu(), reason="the emulator counts launches")
+def test_an_iteration_is_four_kernels(device, rng, monkeypatch):
+    """And a test of x after each chunk of them."""
+    monkeypatch.setattr(_lsmr_small, "_MOST_BYTES", 0)
+    monkeypatch.setattr(Engine, "_chunk", lambda self: 4)
+    A, b = rawops.SparseMatrix.from_scipy(scattered(rng, 90, 30)), device.put(rng.standard_normal(90))
+    report, counts = A._store.device.report, []
+    for maxiter in (4, 8):
+        before = len(report)
+        rawops.lsmr(A, b, maxiter=maxiter, atol=0, btol=0, conlim=0)
+        counts.append(len(report) - before)
+    assert counts[1] - counts[0] == 4 * 4 + 1
 
 
 @pytest.mark.parametrize("kind", ["sparse", "sparse in one block"])

@@ -140,10 +140,9 @@ def test_sparse_times_columns(device, rng, monkeypatch, matrix, dtype, columns, 
     ("dtype", "layout"), [("float32", (16, 2, 1)), ("float64", (16, 4, 2)), ("complex128", (16, 8, 1))]
 )
 def test_long_rows_times_columns(device, rng, monkeypatch, dtype, layout):
-    """Rows of a warp, of a block, of several blocks and of several in slices, each with its squares, twice."""
+    """Rows of a team, of a warp, of a block and of several, each with its squares, twice."""
     monkeypatch.setattr(_lsmr_columns, "_ROWS_A_PARTIAL", 0)
     monkeypatch.setattr(_sparse_spmm, "_SEGMENT", 128)
-    monkeypatch.setattr(_sparse_spmm, "_SLICE_BYTES", 512 * 8 * np.dtype(dtype).itemsize)
     monkeypatch.setattr(_sparse_spmm, "layout_for", lambda *found: Layout(*layout, 32, 64, 1))
     a = np.zeros((60, 1024))
     for row, length in enumerate([20, 0, 50, 70, 128, 200, 900] + [3] * 53):

@@ -1,5 +1,6 @@
 """LSMR with several right-hand sides, preconditioners and rows in several processes; its status; real systems."""
 
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ from scipy import sparse
 from scipy.sparse.linalg import lsmr as scipy_lsmr
 
 import rawops
-from rawops._lsmr_engine import Settings
+from rawops import _lsmr_engine
+from rawops._lsmr_engine import Engine, Settings
 from rawops._lsmr_status import Status
 from rawops.testing import has_gpu
 
@@ -32,17 +34,29 @@ def right_hand_sides(rng, a, columns):
     return b
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse", "operator"])
-def test_solve_many(device, rng, kind):
+@pytest.mark.parametrize(
+    ("kind", "patience"), [("dense", 0), ("dense", 1), ("sparse", 0), ("sparse", 9), ("operator", 0), ("operator", 9)]
+)
+def test_solve_many(device, rng, monkeypatch, kind, patience):
+    """Columns that have stopped are dropped, at once or later or never: their results are those of single solves."""
+    monkeypatch.setattr(_lsmr_engine, "_PATIENCE", patience)
+    narrowed, narrow = [], Engine.narrow
+    monkeypatch.setattr(Engine, "narrow", lambda self, kept: narrowed.append(kept) or narrow(self, kept))
     a, _ = system(rng, 24, 8, (1, 2, 3, 4))
     b, x0 = right_hand_sides(rng, a, 5), rng.standard_normal((8, 5))
+    b[:, 4] = 0
     matrix = {
         "dense": lambda: device.put(a),
         "sparse": lambda: rawops.SparseMatrix.from_scipy(sparse.csr_array(a)),
         "operator": lambda: counted(device.put(a))[0],
     }[kind]()
     for options in ({"X0": device.put(x0)}, {}):
-        ours = rawops.LSMR(matrix, damp=0.01).solve_many(device.put(b), history=True, **options)
+        solver = rawops.LSMR(matrix, damp=0.01)
+        ours = solver.solve_many(device.put(b), history=True, **options)
+        (engine,) = solver._engines.values()
+        if device.is_emulated:  # on a GPU all columns stop within a chunk
+            assert bool(narrowed) == (patience < 9) or options
+        assert narrowed or device.get(engine._gate)[:2].tolist() == [0, 1]
         for j in range(5):
             expected = scipy_lsmr(a, b[:, j], damp=0.01, x0=x0[:, j] if options else None)
             column = [device.get(ours.x)[:, j], *(value[j] for value in ours[1:])]
@@ -119,6 +133,19 @@ def test_column_scaling(device, rng, kind):
         np.testing.assert_allclose(device.get(ours.x), np.linalg.pinv(a) @ b, rtol=1e-8, atol=1e-12)
         assert ours.status.converged
         assert ours.status.normr == pytest.approx(ours.normr)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_column_scaling_reads_no_matrix_after_the_stop(device, rng, columns):
+    a, _ = system(rng, 20, 6, (1, 2, 3))
+    A = rawops.SparseMatrix.from_scipy(sparse.csr_array(a))
+    solver = rawops.LSMR(A, preconditioner="column")
+    ours = solver.solve_many(device.put(rng.standard_normal((20, columns))))
+    x = device.get(ours.x).copy()
+    (engine,) = solver._engines.values()
+    A.update_values(device.put(np.full(A.nnz, np.nan)))
+    engine._iterate()
+    assert (device.get(engine.solution(None)).reshape(6, -1) == x).all() and np.isfinite(device.get(engine.v)).all()
 
 
 def test_preconditioner_object(device, rng):
@@ -337,3 +364,17 @@ def test_false_convergence_in_float32_is_reported(device, real_systems):
     mixed = rawops.lsmr(a, b, maxiter=10000, vectors="float64")
     assert mixed.istop == 2
     assert mixed.status.converged
+
+
+@pytest.mark.gpu
+def test_convergence_is_drawn_from_the_command_line(device, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    from rawops.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    picture = tmp_path / "convergence.png"
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "lsmr", "--plot", str(picture)])
+    assert end.value.code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000

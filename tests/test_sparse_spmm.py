@@ -77,23 +77,16 @@ def test_columns(device, rng, columns):
         same(device, out, dense @ x)
 
 
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_slices(device, rng, monkeypatch, is_sorted):
-    """Long rows cut by columns: each with entries in some slices only, and one whose columns are all the same."""
-    monkeypatch.setattr(_sparse_spmm, "_SLICE_BYTES", 4 * 8 * 16)
-    monkeypatch.setattr(_sparse_spmm, "layout_for", lambda *found: Layout(16, 2, 1, 64, 64, 1))
-    monkeypatch.setattr(_sparse_spmm, "_SEGMENT", 256)
-    lengths = np.array([700, 800, 3, 0, 900, 1200, 600])
-    made = Coordinates(rng, (7, 60), lengths, is_sorted=is_sorted)
-    made.indices[: made.indptr[1]] = 37
-    A, x = made.put(device, dual=False), integers(rng, (60, 8), "float32")
-    assert A._store.dense[False]._slices(x) == 4
-    same(device, A @ device.put(x), made.dense() @ x)
-    ((_, segments, splits),) = A._store.dense[False]._segments.values()
-    found = device.get(segments)
-    columns = made.indices[found[:, 0]]
-    assert (np.diff(columns // 15) >= 0).all() == is_sorted and sorted(found[:, 4]) == list(range(len(found)))
-    assert (found[:, 1] - found[:, 0]).sum() == lengths[lengths > 64].sum() and splits.shape[0] == 5
+def test_many_long_rows_are_not_cut(device, rng, monkeypatch):
+    """Where rows are long and enough to fill the device several times, only what is longer than most is cut."""
+    lengths = np.array([*([600] * 20), 1300])
+    made = Coordinates(rng, (21, 60), lengths)
+    A, x = made.put(device, dual=False), device.put(integers(rng, (60, 32), "float32"))
+    for waves, count in ((4, 21), (0, 1)):
+        monkeypatch.setattr(_sparse_spmm, "_WAVES", waves)
+        same(device, A @ x, made.dense() @ device.get(x))
+        _, segments, _ = list(A._store.dense[False]._segments.values())[-1]
+        assert len({*device.get(segments)[:, 2]}) == count
 
 
 def test_same_bits_again(device, rng):
