@@ -4,53 +4,51 @@
 //   last warp, one thread   TMA: weights, tokens, scales --> ring of stages       waits for `empty`, ends `full`
 //   the other warps         ring --> registers --> mma.sync --> sums              wait for `full`, end `empty`
 //
-// A block has `units` of 32 columns and `slices` warps for each, which take a group of 128 along K of every stage. A lane
+// A block has `units` of 32 columns and `slices` warps for each, which take every slices-th group of 128 along K. A lane
 // reads 32 neighbours along K of four columns. The order of K in a product is free as long as both operands share it, so
 // that this makes its fragments of the MMA without an exchange. In the end the slices are added up in order.
 // blockIdx.x counts `units` units.
 #include "common/dequant.cuh"
 #include "common/hopper.cuh"
+#include "common/launches.cuh"
 #include "common/w4_problem.cuh"
 
 namespace rawops {
 
-constexpr int kStreamThreads = 512;  // at most
+constexpr int kStreamThreads = 576;  // at most: more warps had to do with fewer registers each, and were no faster
 
 // A copy brings all that a stage has of an operand: K is two axes, of which the inner one is a swizzled row.
 struct StreamMaps {
     TensorMap tokens, weights, scale, zero;
 };
 
-// How a block is made up, and its stages: the weights, 128 bytes a row and pair of slices, the tokens, 128 bytes a row
-// and half a slice, scales and zero points.
+// How a block is made up, and its stages: the weights, 128 bytes a row and pair of groups, the tokens, 128 bytes a row
+// and half a group, scales and zero points.
 struct StreamShape {
-    int slices, units, stages;
+    int slices, units, stages, groups;  // groups: of a stage
+    int token_rows;  // of a box of tokens
     int tokens_at, scale_at, zero_at, stage_bytes, box_bytes;  // box_bytes: of a stage without what only aligns
 
     __device__ int consumers() const { return slices * units; }
 
     // From the scales (of a type V) of gate to those of up.
     template <class V> __device__ int part_bytes(int cols) const {
-        return ceil_div(slices * units * cols * int(sizeof(V)), 128) * 128;
+        return ceil_div(groups * units * cols * int(sizeof(V)), 128) * 128;
     }
 };
 
 template <class T_, class Scale_, int kFormat_, bool kHasZeros_, int TOKENS_, bool kGated_> struct StreamTile {
     using T = T_;
     using Scale = Scale_;
-    static constexpr int kFormat = kFormat_, TOKENS = TOKENS_, ATOMS = TOKENS / 8;
+    using Weights = SmallWeights<T, kFormat_>;
+    using Offsets = typename Weights::Offsets[4];  // of a lane's columns
+    static constexpr int TOKENS = TOKENS_, ATOMS = TOKENS / 8;
     static constexpr bool kHasZeros = kHasZeros_, kGated = kGated_;
     static constexpr int GROUP = 128, UNIT = 32, PARTS = kGated ? 2 : 1, COLS = UNIT / PARTS;  // of K, of b, of D
-    static constexpr int SPAN = 128;  // bytes of a swizzled row
-    // Of a box of tokens: two more, past M or not used, so that what eight lanes read lies in different banks.
-    static constexpr int TOKEN_ROWS = TOKENS + 2;
+    static constexpr int COLUMNS = 4 / PARTS;  // of a lane, neighbours of a part
+    static constexpr int SPAN = 128;           // bytes of a swizzled row
     using Accumulators = float[2][ATOMS][4];  // of 16 columns x 8 tokens
     static_assert(TOKENS % 8 == 0, "whole atoms");
-
-    // Where the gates of all units come before all of up.
-    static __device__ int column(int unit, int units, int i, int lane) {
-        return kGated ? (i / 2 * units + unit) * COLS + lane / 4 * 2 + i % 2 : unit * UNIT + lane / 4 * 4 + i;
-    }
 };
 
 // Shared addresses of a block.
@@ -68,20 +66,30 @@ struct StreamRing {
     __device__ void init() const {
         for (int i = 0; i < shape.stages; ++i) {
             barrier_init(full(i), 1);
-            barrier_init(empty(i), shape.consumers());
+            barrier_init(empty(i), shape.groups * shape.units);
         }
         barrier_init_fence();
     }
 };
 
-// A place in the ring; see RingPosition.
+// A place in the ring; see RingPosition. `group` is of the stage, or of those behind it.
 struct StreamPosition {
-    int stage = 0;
+    int stage = 0, group = 0;
     uint32_t phase = 0;
+
     __device__ void advance(int stages) {
         if (++stage == stages) {
             stage = 0;
             phase ^= 1;
+        }
+    }
+    // Goes on to the group's stage, and waits for it and each one on the way: a parity tells two phases apart and no
+    // more, so that a consumer may miss none.
+    __device__ void seek(const StreamRing& ring) {
+        while (group >= ring.shape.groups) {
+            group -= ring.shape.groups;
+            advance(ring.shape.stages);
+            barrier_wait(ring.full(stage), phase);
         }
     }
 };
@@ -93,13 +101,13 @@ __device__ inline void load_stages(const StreamMaps& maps, const StreamRing& rin
     const int part_rows = shape.units * Tile::COLS, n = blockIdx.x * part_rows;
     StreamPosition slot;
 #pragma unroll 1
-    for (int first = 0; first < groups; first += shape.slices) {
+    for (int first = 0; first < groups; first += shape.groups) {
         const uint32_t stage = ring.stage(slot.stage), full = ring.full(slot.stage);
         barrier_wait(ring.empty(slot.stage), slot.phase ^ 1);
         barrier_arrive_expect(full, shape.box_bytes);
 #pragma unroll
         for (int part = 0; part < Tile::PARTS; ++part) {
-            const int weights_at = part * (shape.slices / 2 * part_rows * Tile::SPAN);
+            const int weights_at = part * (shape.groups / 2 * part_rows * Tile::SPAN);
             tma_load(stage + weights_at, maps.weights, {0, n + part * cols, first / 2, 0, 0}, full);
             const TensorCoordinates from = {n + part * cols, first, 0, 0, 0};
             const int scale_at = shape.scale_at + part * shape.part_bytes<typename Tile::Scale>(Tile::COLS);
@@ -115,34 +123,51 @@ __device__ inline void load_stages(const StreamMaps& maps, const StreamRing& rin
 // A consumer's lane: where it finds what it multiplies in a stage.
 template <class Tile> class StreamLane {
 public:
-    int slice, unit, lane;
+    const int lane;
 
-    __device__ StreamLane(const StreamShape& shape_, int warp, int lane_)
-        : slice(warp % shape_.slices), unit(warp / shape_.slices), lane(lane_), shape(shape_) {
+    __device__ StreamLane(const StreamShape& shape_, int unit, int lane_) : lane(lane_), shape(shape_) {
         const int t = lane % 4, g = lane / 4;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int part_rows = shape.units * Tile::COLS, part = Tile::kGated ? i / 2 : 0;
-            const int row = Tile::column(unit, shape.units, i, lane) - part * part_rows;
-            const int box = part * (shape.slices / 2) + slice / 2, chunk = (slice % 2 * 4 + t) ^ (row % 8);
-            weights[i] = (box * part_rows + row) * Tile::SPAN + chunk * 16;
-        }
-        const int row = (slice * 2 + t / 2) * Tile::TOKEN_ROWS + g;
-        tokens = shape.tokens_at + row * Tile::SPAN + ((t % 2 * 4) ^ (row % 8)) * 16;
-        column = slice * shape.units * Tile::COLS + Tile::column(unit, shape.units, 0, lane);
+        const int row = unit * Tile::COLS + g * Tile::COLUMNS;
+        weights = row * Tile::SPAN + (t ^ row % 8) * 16;
     }
 
-    // acc += scale * (tokens @ (q - zero)), the slice's group.
-    __device__ void add_group(typename Tile::Accumulators& acc, uint32_t stage, int zero_sign) const {
+    // The number of its i-th column: the gates of all units come before all of up.
+    __device__ int column(int i) const {
+        return weights / Tile::SPAN + i % Tile::COLUMNS + i / Tile::COLUMNS * shape.units * Tile::COLS;
+    }
+
+    // acc += scale * (tokens @ (q - zero)), a group in the ring.
+    __device__ void add_group(typename Tile::Accumulators& acc, const StreamRing& ring, const StreamPosition& slot,
+                              int zero_sign) const {
+        const uint32_t stage = ring.stage(slot.stage);
+        const int group = slot.group;
+        const int group_rows = shape.units * Tile::COLS, t = lane % 4;
+        const uint32_t first = stage + (weights ^ group % 2 * 64) + group / 2 * group_rows * Tile::SPAN;
+        const int to_up = shape.groups / 2 * group_rows * Tile::SPAN;
         uint32_t words[4][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) load_shared(words[i], stage + weights[i]);
+        for (int i = 0; i < 4; ++i) {  // the swizzle of neighbouring rows: the first has an even number, or one in fours
+            const int k = i % Tile::COLUMNS;
+            load_shared(words[i], (first ^ k * 16) + k * Tile::SPAN + i / Tile::COLUMNS * to_up);
+        }
+        const int token = min_of(lane / 4, shape.token_rows - 1), row = (group * 2 + t / 2) * shape.token_rows + token;
+        const uint32_t tokens = stage + shape.tokens_at + row * Tile::SPAN + (t % 2 * 4 ^ row % 8) * 16;
+        const int own = group * group_rows + column(0);
+        typename Tile::Offsets offsets;
+        if constexpr (Tile::kHasZeros) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                offsets[i].set((of_column<unsigned char>(stage + shape.zero_at, own, i) ^ zero_sign) - zero_sign);
+            }
+        }
         typename Tile::Accumulators sum = {};
-        if constexpr (Tile::kHasZeros) multiply(sum, words, stage, zeros(stage, zero_sign));
-        else multiply(sum, words, stage, NoZeroPoints());
+        multiply(sum, words, tokens, offsets);
+        int number = slot.stage;  // once more: the address takes no register among those of the products
+        asm volatile("" : "+r"(number));
+        const uint32_t scales = ring.stage(number) + shape.scale_at;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float scale = widen(of_column<typename Tile::Scale>(stage + shape.scale_at, i));
+            const float scale = widen(of_column<typename Tile::Scale>(scales, own, i));
 #pragma unroll
             for (int j = 0; j < Tile::ATOMS * 2; ++j) {
                 float& to = acc[i / 2][j / 2][i % 2 * 2 + j % 2];
@@ -153,35 +178,23 @@ public:
 
 private:
     const StreamShape& shape;
-    int weights[4], tokens, column;
+    int weights;
 
     // What the lane's i-th column has.
-    template <class V> __device__ V of_column(uint32_t from, int i) const {
-        constexpr int COUNT = 4 / Tile::PARTS;
-        const uint32_t at = from + i / COUNT * shape.part_bytes<V>(Tile::COLS) + column * int(sizeof(V));
+    template <class V> __device__ V of_column(uint32_t from, int own, int i) const {
+        constexpr int COUNT = Tile::COLUMNS;
+        const uint32_t at = from + i / COUNT * shape.part_bytes<V>(Tile::COLS) + own * int(sizeof(V));
         return static_cast<const Vector<V, COUNT>*>(__cvta_shared_to_generic(at))->data[i % COUNT];
     }
 
-    __device__ ZeroPoints<typename Tile::T> zeros(uint32_t stage, int sign) const {
-        ZeroPoints<typename Tile::T> found;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int byte = of_column<unsigned char>(stage + shape.zero_at, i);
-            found.value[i] = Half<typename Tile::T>::both(float((byte ^ sign) - sign));
-        }
-        return found;
-    }
-
-    template <class Zeros>
-    __device__ void multiply(typename Tile::Accumulators& sum, const uint32_t (&words)[4][4], uint32_t stage,
-                             const Zeros& zeros) const {
-        using T = typename Tile::T;
+    __device__ void multiply(typename Tile::Accumulators& sum, const uint32_t (&words)[4][4], uint32_t tokens,
+                             const typename Tile::Offsets& offsets) const {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {  // eight of K
             uint32_t b[Tile::ATOMS][4];
 #pragma unroll
             for (int atom = 0; atom < Tile::ATOMS; ++atom) {
-                load_shared(b[atom], ((stage + tokens) ^ q * 16) + atom * 8 * Tile::SPAN);
+                load_shared(b[atom], (tokens ^ q * 16) + atom * 8 * Tile::SPAN);
                 pair_apart(b[atom]);
             }
 #pragma unroll
@@ -192,12 +205,11 @@ private:
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int column = half * 2 + i % 2;
-                        const uint32_t pair = pair_apart<T, Tile::kFormat>(words[column][q], step * 2 + i / 2);
-                        a[i] = zeros.subtract_from(pair, column);
+                        a[i] = Tile::Weights::pair_apart(words[column][q], step * 2 + i / 2, offsets[column]);
                     }
 #pragma unroll
                     for (int atom = 0; atom < Tile::ATOMS; ++atom) {
-                        MmaAtom<T>::multiply(sum[half][atom], a, b[atom][step * 2], b[atom][step * 2 + 1]);
+                        MmaAtom<typename Tile::T>::multiply(sum[half][atom], a, b[atom][step * 2], b[atom][step * 2 + 1]);
                     }
                 }
             }
@@ -214,14 +226,14 @@ template <class Tile> struct StreamSums {
         return sums + ((slice * Tile::TOKENS + token) * shape.units * Tile::UNIT + column);
     }
 
-    __device__ void leave(const typename Tile::Accumulators& acc, const StreamLane<Tile>& self) const {
+    __device__ void leave(const typename Tile::Accumulators& acc, int slice, const StreamLane<Tile>& self) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int column = Tile::column(self.unit, shape.units, i, self.lane);
+            const int column = self.column(i);
 #pragma unroll
             for (int j = 0; j < Tile::ATOMS * 2; ++j) {
                 const int token = j / 2 * 8 + self.lane % 4 * 2 + j % 2;
-                *place(self.slice, token, column) = acc[i / 2][j / 2][i % 2 * 2 + j % 2];
+                *place(slice, token, column) = acc[i / 2][j / 2][i % 2 * 2 + j % 2] * Tile::Weights::kFactor;
             }
         }
     }
@@ -261,31 +273,39 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     const StreamRing ring(shape, shared_address(shared));
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
     const int consumers = shape.consumers() * kWarpSize, cols = params.shape.epilogue.cols;
-    const float alpha = params.call.alpha.read();
-    const int groups = alpha == 0 ? 0 : params.shape.K / Tile::GROUP;  // 0: a and b are not read
+    start_next_launch();
     if (warp == shape.consumers()) {  // begins while the others are on their way
         if (lane == 0) ring.init();
         __syncwarp();
         asm volatile("bar.arrive 2, %0;" ::"r"(consumers + kWarpSize) : "memory");
+    }
+    await_launch_before();
+    const int groups = float(params.call.alpha.read()) == 0 ? 0 : params.shape.K / Tile::GROUP;  // 0: a and b are not read
+    if (warp == shape.consumers()) {
         if (lane == 0) load_stages<Tile>(maps, ring, groups, cols);
         return;
     }
     asm volatile("bar.sync 2, %0;" ::"r"(consumers + kWarpSize) : "memory");
-    const StreamLane<Tile> self(shape, warp, lane);
+    const StreamLane<Tile> self(shape, warp / shape.slices, lane);
+    int group = warp % shape.slices;
     StreamPosition slot;
+    slot.group = group;
+    if (groups > 0) barrier_wait(ring.full(0), 0);
     typename Tile::Accumulators acc = {};
 #pragma unroll 1
-    for (int group = self.slice; group - self.slice < groups; group += shape.slices) {
-        barrier_wait(ring.full(slot.stage), slot.phase);
-        if (group < groups) self.add_group(acc, ring.stage(slot.stage), params.groups.zero_sign);
+    for (; group < groups; group += shape.slices) {
+        slot.seek(ring);
+        self.add_group(acc, ring, slot, params.groups.zero_sign);
         __syncwarp();
         if (lane == 0) barrier_arrive(ring.empty(slot.stage));
-        slot.advance(shape.stages);
+        slot.group += shape.slices;
     }
-    const StreamSums<Tile> sums{reinterpret_cast<float*>(shared + shape.stages * (shape.stage_bytes + 16)), shape};
-    sums.leave(acc, self);
+    asm volatile("bar.sync 1, %0;" ::"r"(consumers) : "memory");  // the ring lends its memory
+    const StreamSums<Tile> sums{reinterpret_cast<float*>(shared), shape};
+    sums.leave(acc, group % shape.slices, self);
     asm volatile("bar.sync 1, %0;" ::"r"(consumers) : "memory");
     const int batch[3] = {};
+    const float alpha = params.call.alpha.read();  // once more: it takes no register in the main loop
     const Epilogue epilogue(params.call.epilogue, params.shape.epilogue, batch, alpha);
     sums.finish(epilogue, min_of(TOKENS, params.shape.M), threadIdx.x);
 }

@@ -343,7 +343,7 @@ class Product:
         dtype = operands["a"].dtype
         return SplitK(
             partial=OnHopper(partial, parts_shape),
-            **_reduction(device, dtype, operands["out"].dtype, activation, -(-problem.N // 4) * M, count),
+            **reduction(device, dtype, operands["out"].dtype, activation, -(-problem.N // 4) * M, count),
             shape=shape,
             slices=sums,
             workspace=functools.partial(self.workspace, device, sums, dtypes.numpy("float32")),
@@ -421,11 +421,11 @@ class Product:
         one_kernel = functools.partial(self._one_kernel, device, request, problem, config, further)
         if config.split_k == 1:
             return one_kernel({**choices, "out_dtype": out_dtype, "activation": activation}, shape)
-        slices, partial_shape = _slices(problem, config, described, extents)
+        slices, partial_shape = slices_of(problem, config, described, extents)
         groups = -(-sizes.cols // (16 // dtypes.itemsize(problem.accumulator))) * M * problem.batches
         return SplitK(
             partial=one_kernel({**choices, "out_dtype": problem.accumulator, "activation": 0}, partial_shape),
-            **_reduction(device, dtype, out_dtype, activation, groups, config.split_k),
+            **reduction(device, dtype, out_dtype, activation, groups, config.split_k),
             shape=shape,
             slices=slices,
             workspace=functools.partial(self.workspace, device, slices, dtypes.numpy(problem.accumulator)),
@@ -441,7 +441,7 @@ class Product:
         return OneKernel(kernel, grid, (tile.threads, 1, 1), shared_bytes, shape, tail)
 
 
-def _reduction(device, dtype: str, out_dtype: str, activation: int, groups: int, splits: int) -> dict:
+def reduction(device, dtype: str, out_dtype: str, activation: int, groups: int, splits: int) -> dict:
     """Return kernel and grid of the launch that adds up slices, by the names that SplitK has for them.
 
     `groups` are of as many columns as 16 bytes of accumulators hold.
@@ -451,7 +451,7 @@ def _reduction(device, dtype: str, out_dtype: str, activation: int, groups: int,
     return {"reduce": kernel, "grid": (-(-groups * lanes // REDUCE_THREADS), 1, 1)}
 
 
-def _slices(problem: Problem, config: Config, described: dict, extents: tuple) -> tuple[tuple[int, int, int], bytes]:
+def slices_of(problem: Problem, config: Config, described: dict, extents: tuple) -> tuple[tuple[int, int, int], bytes]:
     """Describe the partial products: splits, batches * M and row stride, and their GemmShape."""
     M, N, K = problem.M, problem.N, problem.K
     itemsize = dtypes.itemsize(problem.accumulator)

@@ -7,14 +7,15 @@ scales the sum in float32. So weights are never rounded, and the error is that o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rawops import _gemm_w4_sm90
-from rawops._gemm_call import Product
+from rawops import _gemm_w4_sm90, _gemm_w4_wide
+from rawops._gemm_call import Product, reduction, slices_of
 from rawops._gemm_config import CALL_FIELDS, LAYOUT_CHOICES, SHAPE_FIELDS, SWIGLU, Config, Problem
 from rawops._gemm_maps import k_major
 from rawops._gemm_operands import (
@@ -25,8 +26,9 @@ from rawops._gemm_operands import (
     Sizes,
     check,
     check_dtype,
+    pack_shape,
 )
-from rawops._gemm_steps import pack_call
+from rawops._gemm_steps import SplitK, pack_call
 from rawops._runtime import checks, dtypes
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 
@@ -131,6 +133,7 @@ W4 = KernelSpec(
     params=_PARAMS,
 )
 W4_SM90 = _gemm_w4_sm90.spec_of(_PARAMS, _SCALE_DTYPES, len(FORMATS))
+W4_WIDE = _gemm_w4_wide.spec_of(_PARAMS, _SCALE_DTYPES, len(FORMATS), GROUPS)
 
 # --- which tile -----------------------------------------------------------------------------------------------------
 
@@ -219,20 +222,62 @@ class WeightProduct(Product):
         sizes = device.sm_count, device.max_shared_bytes
         return select_config(problem, _groups_of(request), *sizes, self.options.split_k)
 
-    def hopper(self, request: Request, arguments: tuple, further: dict, shape: bytes) -> _OnHopper | None:
-        device, operands, M, N, K, extents, activation = arguments
-        fits = _groups_of(request).size == _gemm_w4_sm90.GROUP and _streams(device, operands, further, M, N, K)
-        fits = fits and extents == (1, 1, 1)
+    def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> _OnHopper | SplitK | None:
+        device, operands, M, N, K, extents, _ = described
+        groups = _groups_of(request)
+        fits = W4_SM90.exists_on(device.capability) and extents == (1, 1, 1) and M > 0 and K > 0
+        fits = fits and k_major(operands["a"], M, K, operands["a"].row, operands["a"].col) is True
+        fits = fits and all(_movable(x, K // groups.size) for x in further.values())
         if not fits or self.options.split_k is not None:
             return None
+        b_k_major = _gemm_w4_wide.is_k_major(operands["b"], N, K)
+        if _gemm_w4_sm90.takes(M, K, groups.size, b_k_major):
+            return self._streamed(described, further, groups, shape)
+        # Up to eight tokens the other kernel takes as long as for one, which is less than here.
+        return None if b_k_major is None or M <= 8 else self._wide(described, further, groups, b_k_major)
+
+    def _streamed(self, described: tuple, further: dict, groups: Groups, shape: bytes) -> _OnHopper:
+        """Return a product of few tokens."""
+        device, operands, M, N, K, _, activation = described
         cols = N // 2 if activation == SWIGLU else N
-        groups, limits = _groups_of(request), (device.sm_count, device.max_shared_bytes)
-        group_bytes = groups.scale_bytes, groups.zero_bytes
+        limits, group_bytes = (device.sm_count, device.max_shared_bytes), (groups.scale_bytes, groups.zero_bytes)
         config = _gemm_w4_sm90.select_config(M, N, K, N // cols, group_bytes, *limits)
         choices = {"dtype": operands["a"].dtype, "out_dtype": operands["out"].dtype, **self._groups(further)}
         kernel = W4_SM90.kernel(device, **choices, tokens=config.tokens, activation=activation)
         maps = _gemm_w4_sm90.tensor_maps(device, operands, further, config, (M, N, K, cols))
         return _OnHopper(kernel, (config.blocks, 1, 1), config, maps, shape, _tail(further))
+
+    def _wide(self, described: tuple, further: dict, groups: Groups, b_k_major: bool) -> _OnHopper | SplitK:
+        """Return a product of many tokens, in slices of K where these keep more SMs busy."""
+        device, operands, M, N, K, extents, activation = described
+        cols = N // 2 if activation == SWIGLU else N
+        out, parts = operands["out"], N // cols
+        storable = parts == 1 and out.itemsize == 2 and N % 8 == 0 and not {"c", "residual"} & operands.keys()
+        storable = storable and k_major(out, M, N, out.row, out.col) is True
+        problem = _gemm_w4_wide.Problem(M, N, K, parts, storable, groups.size, groups.scale_bytes, groups.zero_bytes)
+        config = _gemm_w4_wide.select_config(problem, device.sm_count, device.max_shared_bytes)
+        choices = {"dtype": operands["a"].dtype, "group": groups.size, "b_k_major": b_k_major, **self._groups(further)}
+        choices |= {name: getattr(config, name) for name in ("tokens", "units", "slices", "stages")}
+        maps = _gemm_w4_wide.tensor_maps(device, operands, further, config, groups.size, (M, N, K))
+
+        def launch(out_dtype: str, activation: int, shape: bytes) -> _OnHopper:
+            ends = {"out_dtype": out_dtype, "activation": activation, "staged": config.staged}
+            kernel = W4_WIDE.kernel(device, **choices, **ends)
+            return _OnHopper(kernel, (config.blocks, 1, 1), config, maps, shape, _tail(further))
+
+        out_dtype, gate = out.dtype, N - cols
+        shape = pack_shape(operands, (M, N, K, cols), extents, config.k_per_split, gate)
+        if config.split_k == 1:
+            return launch(out_dtype, activation, shape)
+        dtype = operands["a"].dtype
+        sums, partial_shape = slices_of(Problem(dtype, M, N, K), config, operands, extents)
+        return SplitK(
+            partial=launch("float32", 0, partial_shape),
+            **reduction(device, dtype, out_dtype, activation, -(-cols // 4) * M, config.split_k),
+            shape=shape,
+            slices=sums,
+            workspace=functools.partial(self.workspace, device, sums, dtypes.numpy("float32")),
+        )
 
     def kernel(self, device, request: Request, problem: Problem, config: Config, choices: dict, further: dict):
         groups, scale, zero = _groups_of(request), further["scale_b"], further.get("zero_b")
@@ -266,26 +311,19 @@ def _tail(further: dict) -> Callable[[tuple, list], tuple[bytes, None]]:
     return tail
 
 
-def _streams(device, operands: dict, further: dict, M: int, N: int, K: int) -> bool:
-    """Tell whether gemm_w4_sm90.cu can run a product: few tokens, K contiguous, all of it readable by TMA."""
-    a, b = operands["a"], operands["b"]
-    return (
-        W4_SM90.exists_on(device.capability)
-        and 0 < M <= _gemm_w4_sm90.TOKENS[-1]
-        and K % (2 * _gemm_w4_sm90.GROUP) == 0 < K
-        and k_major(a, M, K, a.row, a.col) is True
-        and k_major(b, N, K // 2, b.col, b.row) is True
-        and all(_gemm_w4_sm90.movable(x, N, K) for x in further.values())
-    )
+def _movable(x, rows: int) -> bool:
+    """Tell whether TMA can move scales or zero points."""
+    steps = (x.row if rows > 1 else 0,)
+    return x.col == 1 and x.alignment == 0 and all(s >= 0 and s * x.itemsize % 16 == 0 for s in steps)
 
 
 @dataclass(frozen=True)
 class _OnHopper:
-    """A product of few tokens in one launch of gemm_w4_sm90.cu."""
+    """A product in one launch of gemm_w4_sm90.cu or gemm_w4_wide_sm90.cu."""
 
     kernel: Function
     grid: tuple[int, int, int]
-    config: _gemm_w4_sm90.Config
+    config: _gemm_w4_sm90.Config | _gemm_w4_wide.Config
     maps: Callable[..., bytes]
     shape: bytes
     tail: Callable[[tuple, list], tuple[bytes, None]]
@@ -295,9 +333,9 @@ class _OnHopper:
 
     def bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None]:
         params = pack_call(addresses, alpha, beta, self.shape) + self.tail((), addresses)[0]
-        values = self.maps(*addresses[:2], *addresses[len(ROLES) :]), params, self.config.pack()
+        values = self.maps(*addresses[:3], *addresses[len(ROLES) :]), params, self.config.packed
         block, shared_bytes = (self.config.threads, 1, 1), self.config.shared_bytes
-        return lambda: self.kernel.launch(self.grid, block, values, shared_bytes)
+        return lambda: self.kernel.launch(self.grid, block, values, shared_bytes, early=True)
 
 
 def _groups_of(request: Request) -> Groups:

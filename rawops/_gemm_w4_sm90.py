@@ -18,10 +18,22 @@ TOKENS = (8, 16)  # of an instance
 _UNIT = 32  # columns of a warp
 _SPAN = 128  # bytes of a swizzled row
 _MAX_UNITS = 8  # whose columns are those of a box
-_MAX_CONSUMERS = 15  # warps
+_MAX_CONSUMERS = 17  # warps
 _BUSY = 10  # of them, which the memory waits for
-_MIN_STAGES, _MAX_STAGES = 3, 16
-_SHAPE_FIELDS = ("slices", "units", "stages", "tokens_at", "scale_at", "zero_at", "stage_bytes", "box_bytes")
+_MIN_STAGES, _MAX_STAGES = 3, 32
+_STAGE_BYTES = 8192  # of weights, at least: a block begins when its first stage is there
+_SHAPE_FIELDS = (
+    "slices",
+    "units",
+    "stages",
+    "groups",
+    "token_rows",
+    "tokens_at",
+    "scale_at",
+    "zero_at",
+    "stage_bytes",
+    "box_bytes",
+)
 _SHAPE = ParamStruct("StreamShape", **dict.fromkeys(_SHAPE_FIELDS, "int32"))
 
 
@@ -66,6 +78,11 @@ class Config:
     slices, units : int
         Warps of a block along K, and along N in units of 32 columns.
     blocks, stages : int
+    groups : int
+        Of a stage.
+    token_rows : int
+        Of a box of tokens: as many as there are, or two more than a lane reads, past M or not used, so that what eight
+        lanes read lies in different banks.
     weight_bytes, token_bytes, scale_bytes, zero_bytes : int
         Of a stage, as copies count them.
     parts : int
@@ -77,6 +94,8 @@ class Config:
     units: int
     blocks: int
     stages: int
+    groups: int
+    token_rows: int
     weight_bytes: int
     token_bytes: int
     scale_bytes: int
@@ -103,18 +122,15 @@ class Config:
         return self.parts * (-(-size // self.parts // 128) * 128)
 
     @property
-    def other_bytes(self) -> int:
-        """Shared memory beside the ring: the sums."""
-        return self.slices * self.units * self.tokens * _UNIT * 4
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16)
 
     @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16) + self.other_bytes
-
-    def pack(self) -> bytes:
+    def packed(self) -> bytes:
+        """StreamShape."""
         box_bytes = self.scale_at + self.scale_bytes + self.zero_bytes
         sizes = (self.weight_bytes, self.scale_at, self.zero_at, self.stage_bytes, box_bytes)
-        return _SHAPE.pack(self.slices, self.units, self.stages, *sizes)
+        return _SHAPE.pack(self.slices, self.units, self.stages, self.groups, self.token_rows, *sizes)
 
 
 def select_config(
@@ -140,25 +156,35 @@ def select_config(
     sm_count, max_shared_bytes : int
     """
     tokens = next(n for n in TOKENS if n >= M)
-    groups, units_of_n = K // GROUP, -(-N // _UNIT)
+    groups_of_k, units_of_n, most = K // GROUP, -(-N // _UNIT), _MAX_CONSUMERS
     found = []
-    for slices in range(2, _MAX_CONSUMERS + 1, 2):
-        for units in range(1, min(_MAX_UNITS, _MAX_CONSUMERS // slices) + 1):
+    for slices in range(1, most + 1):
+        for units in range(1, min(_MAX_UNITS, most // slices) + 1):
             blocks = -(-units_of_n // units)
-            columns = slices * units * _UNIT
-            sizes = (columns * GROUP // 2, slices * (tokens + 2) * GROUP * 2, *(columns * n for n in group_bytes))
-            config = Config(tokens, slices, units, blocks, 0, *sizes, parts)
-            stages = min((max_shared_bytes - config.other_bytes) // (config.stage_bytes + 16), _MAX_STAGES)
-            if stages < _MIN_STAGES:
-                continue
-            rounds = -(-blocks // sm_count) * max(1, -(-groups // slices))
-            cost = rounds * max(slices * units, _BUSY)
-            found.append((cost, slices, replace(config, stages=stages)))
-    return min(found, key=lambda entry: entry[:2])[2]
+            rounds = -(-blocks // sm_count) * -(-groups_of_k // slices)
+            found.append((rounds * max(slices * units, _BUSY), slices, units, blocks))
+    rings = (
+        _with_ring(tokens, M, slices, units, blocks, parts, group_bytes, max_shared_bytes)
+        for _, slices, units, blocks in sorted(found)
+    )
+    return next(config for config in rings if config)
+
+
+def _with_ring(
+    tokens: int, M: int, slices: int, units: int, blocks: int, parts: int, group_bytes: tuple, max_shared_bytes: int
+) -> Config | None:
+    """Complete a configuration; None where too few stages fit."""
+    rows, columns = M if M in range(TOKENS[0]) else tokens + 2, units * _UNIT
+    groups = 2 * -(-_STAGE_BYTES // (columns * GROUP))
+    sizes = groups * columns * GROUP // 2, groups * rows * GROUP * 2, *(groups * columns * n for n in group_bytes)
+    config = Config(tokens, slices, units, blocks, 0, groups, rows, *sizes, parts)
+    config = replace(config, stages=min(max_shared_bytes // (config.stage_bytes + 16), _MAX_STAGES))
+    holds_sums = config.shared_bytes >= slices * columns * tokens * 4
+    return config if config.stages >= _MIN_STAGES and holds_sums else None
 
 
 def tensor_maps(device, operands: dict, further: dict, config: Config, sizes: tuple) -> Callable:
-    """Return a function from the addresses of a, b, scales and zero points to the kernel's StreamMaps.
+    """Return a function from the addresses of a, b, out, scales and zero points to the kernel's StreamMaps.
 
     `sizes` are M, N, K and the columns of the result. K is two axes for a and b: a box has many swizzled rows of it.
     """
@@ -175,22 +201,21 @@ def tensor_maps(device, operands: dict, further: dict, config: Config, sizes: tu
         )
 
     describe = [
-        in_rows(a.dtype, M, a.row * 2, K * 2, (2 * config.slices, config.tokens + 2)),
-        in_rows("uint8", N, b.col, K // 2, (config.slices // 2, columns)),
+        in_rows(a.dtype, M, a.row * 2, K * 2, (2 * config.groups, config.token_rows)),
+        in_rows("uint8", N, b.col, K // 2, (config.groups // 2, columns)),
     ]
     for role in ("scale_b", "zero_b"):
         if x := further.get(role):
-            described = map_of(x, (K // GROUP, x.row), (N, x.col), True, config.slices, columns, (1, 1, 1))
+            described = map_of(x, (K // GROUP, x.row), (N, x.col), True, config.groups, columns, (1, 1, 1))
             describe.append(functools.partial(described, swizzle=0))
 
     @functools.lru_cache(maxsize=64)
     def maps(*addresses: int) -> bytes:
         return b"".join(encode(device, describe, addresses)).ljust(4 * 128, b"\0")
 
-    return maps
+    return lambda a, b, _, *scales: maps(a, b, *scales)
 
 
-def movable(x, N: int, K: int) -> bool:
-    """Tell whether TMA can move scales or zero points."""
-    steps = (x.row if K > GROUP else 0,)
-    return x.col == 1 and x.alignment == 0 and all(s >= 0 and s * x.itemsize % 16 == 0 for s in steps)
+def takes(M: int, K: int, group: int, b_k_major: bool | None) -> bool:
+    """Tell whether the kernel can run a product whose operands TMA can read."""
+    return group == GROUP and 0 < M <= TOKENS[-1] and b_k_major is True and K % (2 * GROUP) == 0

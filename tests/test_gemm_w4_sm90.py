@@ -51,9 +51,10 @@ def test_epilogue(hopper, rng, M, scale_dtype):
 
 def test_more_rounds_than_stages(hopper, rng):
     """The ring comes round, and the last round has groups for a few of the slices only."""
-    for M, K in ((16, 128 * 76), (1, 128 * 82)):
+    K = 128 * 92
+    for M in (1, 16):
         config = select_config(M, 16, K, 1, (2, 0), 132, 227 * 1024)
-        assert config.stages * config.slices * 128 < K
+        assert config.stages * config.groups * 128 < K
         assert K // 128 % config.slices
         weights = Weights(hopper, rng, K, 16, 128, "int4")
         a = integers(rng, (M, K))
@@ -105,7 +106,7 @@ def test_configurations():
         assert config.tokens in TOKENS
         assert config.tokens >= M
         assert config.blocks * config.units * 32 >= N
-        assert config.threads <= 512
+        assert config.threads <= 576
         assert config.shared_bytes <= 227 * 1024
         assert config.units * 32 <= 256
     config = select_config(1, 28672, 4096, 1, (2, 0), 132, 227 * 1024)

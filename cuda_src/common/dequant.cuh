@@ -64,10 +64,63 @@ private:
     uint32_t first, second;  // words whose bytes hold the first and the second element where pair() wants them
 };
 
-// Elements i and i + 4 of the eight in a word, as two T: a shift where neighbours take more.
-template <class T, int kFormat> __device__ inline uint32_t pair_apart(uint32_t word, int i) {
-    return convert_codes<T, kFormat>(kFormat == kFloat4 ? word << (12 - 4 * i) : word >> 4 * i);
-}
+// Codes that stay where they are in a byte are numbers below the least normal one. A multiplication takes low and high
+// nibbles to the same small unit, and what to subtract from them costs no instruction more.
+template <class T> struct SmallIntegers;
+template <> struct SmallIntegers<__half> {
+    static constexpr float kUnit = 1.0f / 512;
+    static constexpr uint32_t kPowers = 0x68007800;  // 2^15 for low nibbles in the lower half, 2^11 for high ones
+};
+template <> struct SmallIntegers<__nv_bfloat16> {
+    static constexpr float kUnit = 1.0f / 128;
+    static constexpr uint32_t kPowers = 0x7c807e80;  // 2^126, 2^122
+};
+
+// Two weights as a pair of T: exact, but kFactor times smaller.
+template <class T, int kFormat> struct SmallWeights {
+    using Pair = typename Half<T>::Pair;
+    static constexpr float kUnit = SmallIntegers<T>::kUnit, kFactor = 1 / kUnit;
+
+    // Less a zero point, or what two's complement has instead: exact while integers up to 256 are.
+    struct Offsets {
+        Pair less = Half<T>::both(kFormat == kInt4 ? -8 * kUnit : -0.0f);
+        __device__ void set(int zero) { less = Half<T>::both(-kUnit * float(zero)); }
+    };
+
+    // A byte's two: the lower byte's or the upper one's of `both`, whose halves are the same.
+    static __device__ uint32_t pair(uint32_t both, bool upper, const Offsets& offsets) {
+        return convert<0x00f0000f>(upper ? both >> 8 : both, SmallIntegers<T>::kPowers, offsets);
+    }
+
+    // Elements i and i + 4 of the eight in a word.
+    static __device__ uint32_t pair_apart(uint32_t word, int i, const Offsets& offsets) {
+        const uint32_t codes = i < 2 ? word : word >> 8;
+        if (i % 2 == 0) return convert<0x000f000f>(codes, (SmallIntegers<T>::kPowers & 0xffff) * 0x10001, offsets);
+        return convert<0x00f000f0>(codes, (SmallIntegers<T>::kPowers >> 16) * 0x10001, offsets);
+    }
+
+private:
+    template <uint32_t kMask>
+    static __device__ uint32_t convert(uint32_t codes, uint32_t powers, const Offsets& offsets) {
+        constexpr uint32_t kFlip = kFormat == kInt4 ? kMask & 0x00880088 : 0;
+        uint32_t small;  // (codes & kMask) ^ kFlip, with the mask in a register: see convert_codes
+        asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(small) : "r"(codes), "r"(kMask), "n"(kFlip));
+        return bits_as<uint32_t>(__hfma2(bits_as<Pair>(small), bits_as<Pair>(powers), offsets.less));
+    }
+};
+template <class T> struct SmallWeights<T, kFloat4> {
+    static constexpr float kFactor = 1;
+    struct Offsets {
+        __device__ void set(int) {}
+    };
+    static __device__ uint32_t pair(uint32_t both, bool upper, const Offsets&) {
+        const uint32_t top = upper ? both : both << 8;
+        return convert_codes<T, kFloat4>(__byte_perm(top << 4, top, 0x7610));
+    }
+    static __device__ uint32_t pair_apart(uint32_t word, int i, const Offsets&) {
+        return convert_codes<T, kFloat4>(word << (12 - 4 * i));
+    }
+};
 
 // Eight neighbours, two in a register, in that order.
 __device__ inline void pair_apart(uint32_t (&r)[4]) {

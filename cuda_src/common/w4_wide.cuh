@@ -1,0 +1,282 @@
+// What a block of gemm_w4_wide_sm90.cu computes at a time, where it keeps it, its producer and its consumers up to the
+// sums in their registers.
+#pragma once
+#include "dequant.cuh"
+#include "w4_problem.cuh"
+#include "wgmma.cuh"
+
+namespace rawops {
+
+struct WideMaps {
+    TensorMap tokens, weights, d, scale, zero;
+};
+
+template <class T_, class Scale_, int kFormat_, bool kHasZeros_, int GROUP_, int TOKENS_, int UNITS_, int SLICES_,
+          int STAGES_, bool kKMajor_, bool kGated_, bool kStaged_>
+struct WideTile {
+    using T = T_;
+    using Scale = Scale_;
+    using Weights = SmallWeights<T, kFormat_>;
+    static constexpr bool kHasZeros = kHasZeros_, kKMajor = kKMajor_, kGated = kGated_, kStaged = kStaged_;
+    static constexpr int GROUP = GROUP_, TOKENS = TOKENS_, UNITS = UNITS_, SLICES = SLICES_, STAGES = STAGES_;
+    static constexpr int CONSUMERS = UNITS * SLICES, THREADS = (1 + CONSUMERS) * kWarpGroupSize;
+    static constexpr int UNIT = 64, PARTS = kGated ? 2 : 1, COLS = UNITS * UNIT / PARTS;  // of b, of D
+    static constexpr int BLOCK_K = 128, GROUPS = BLOCK_K / GROUP;
+    // Of 16 along K in a section. Shorter ones leave registers for more consumers.
+    static constexpr int STEPS = CONSUMERS == 2 && GROUP >= 64 ? 4 : 2, SECTIONS = BLOCK_K / 16 / STEPS;
+    static constexpr bool kTurns = CONSUMERS == 2;
+    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 24;
+    static constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 112;
+    using Operand = WgmmaOperand<true, 64>;
+    using Sums = float[TOKENS / 2];
+
+    // A stage: tokens in boxes of 64 along K, weights unit by unit, scales and zero points part by part: boxes of those
+    // have the groups of K for rows.
+    static constexpr int OF_PART = UNITS / PARTS, PART_COLS = OF_PART * UNIT;
+    static constexpr int TOKEN_BOX = TOKENS * 128, UNIT_BYTES = UNIT * BLOCK_K / 2;
+    static constexpr int UNITS_IN_BOX = kKMajor ? OF_PART : 1;  // of weights
+    static constexpr int SCALE_BOX = GROUPS * PART_COLS * int(sizeof(Scale)), ZERO_BOX = GROUPS * PART_COLS;
+    static constexpr int WEIGHTS_AT = 2 * TOKEN_BOX, SCALES_AT = WEIGHTS_AT + UNITS * UNIT_BYTES;
+    static constexpr int ZERO_STEP = ceil_div(ZERO_BOX, 128) * 128, ZEROS_AT = SCALES_AT + PARTS * SCALE_BOX;
+    static constexpr int END = ZEROS_AT + (kHasZeros ? PARTS * ZERO_STEP : 0);
+    static constexpr int STAGE_BYTES = ceil_div(END, 1024) * 1024;
+    static constexpr int COPIED = SCALES_AT + PARTS * (SCALE_BOX + (kHasZeros ? ZERO_BOX : 0));
+
+    // Behind the ring: a box of D for each unit, or sums of CHUNK tokens on their way to it, in rows so long that a store's
+    // lanes meet all banks.
+    static constexpr int BOX = TOKENS * UNIT * 2, CHUNK = 16, SLAB_ROW = UNITS * UNIT + 4;
+    static constexpr int FINISH_AT = STAGES * STAGE_BYTES;
+    static constexpr int BARRIERS_AT = FINISH_AT + (kStaged ? UNITS * BOX : CHUNK * SLAB_ROW * 4);
+    static_assert(TOKENS % 16 == 0 && CONSUMERS * TOKENS <= 256, "sum and part of it fit in the registers");
+    static_assert(UNITS % PARTS == 0, "units of gate and of up");
+    static_assert(!kStaged || (PARTS == 1 && SLICES == 1), "a consumer alone knows what a box holds");
+    // A consumer that has seen one phase of a stage waits for no other than the next, before it lets go of the last.
+    static_assert(STAGES % SLICES == 0 && STAGES > SLICES, "a stage is always the same slice's");
+};
+
+// What a block works on: a tile and a slice of K.
+struct WideWork {
+    int m, n, slice, first_block, blocks;
+};
+
+template <class Tile> class WideSchedule {
+public:
+    int first, count, step;
+
+    __device__ WideSchedule(const GemmShape& shape_, int raster_rows_, bool reads)
+        : first(blockIdx.x), step(gridDim.x), shape(shape_), raster_rows(raster_rows_) {
+        tiles_m = ceil_div(shape.M, Tile::TOKENS);
+        tiles_n = ceil_div(shape.epilogue.cols, Tile::COLS);
+        const int k_blocks = ceil_div(shape.K, Tile::BLOCK_K);
+        per_slice = ceil_div(shape.k_per_split, Tile::BLOCK_K);
+        count = tiles_m * tiles_n * ceil_div(k_blocks, per_slice);
+        blocks = reads ? k_blocks : 0;
+    }
+
+    __device__ WideWork at(int index) const {
+        const int tiles = tiles_m * tiles_n, slice = index / tiles, begin = slice * per_slice;
+        const TileIndex tile = grouped_raster(index - slice * tiles, tiles_m, tiles_n, raster_rows);
+        return {tile.m * Tile::TOKENS, tile.n * Tile::COLS, slice, begin, clamp(blocks - begin, 0, per_slice)};
+    }
+
+private:
+    const GemmShape& shape;
+    int raster_rows, tiles_m, tiles_n, per_slice, blocks;
+};
+
+// The producer: one thread that keeps the ring full.
+template <class Tile>
+__device__ inline void load_wide(const WideMaps& maps, const WideSchedule<Tile>& schedule, int cols, uint32_t ring,
+                                 const RingBarriers<Tile::STAGES>& barriers) {
+    RingPosition<Tile::STAGES> slot;
+#pragma unroll 1
+    for (int index = schedule.first; index < schedule.count; index += schedule.step) {
+        const WideWork work = schedule.at(index);
+#pragma unroll 1
+        for (int block = work.first_block; block < work.first_block + work.blocks; ++block) {
+            const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES, full = barriers.full(slot.stage);
+            const int k = block * Tile::BLOCK_K;
+            barrier_wait(barriers.empty(slot.stage), slot.phase ^ 1);
+            barrier_arrive_expect(full, Tile::COPIED);
+#pragma unroll
+            for (int unit = 0; unit < Tile::UNITS; unit += Tile::UNITS_IN_BOX) {
+                const int n = work.n + unit % Tile::OF_PART * Tile::UNIT + unit / Tile::OF_PART * cols;
+                const int x = Tile::kKMajor ? k / 2 : n, y = Tile::kKMajor ? n : k / 2;
+                tma_load(stage + Tile::WEIGHTS_AT + unit * Tile::UNIT_BYTES, maps.weights, {x, y, 0, 0, 0}, full);
+            }
+#pragma unroll
+            for (int part = 0; part < Tile::PARTS; ++part) {
+                const TensorCoordinates from = {work.n + part * cols, block * Tile::GROUPS, 0, 0, 0};
+                tma_load(stage + Tile::SCALES_AT + part * Tile::SCALE_BOX, maps.scale, from, full);
+                if constexpr (Tile::kHasZeros) {
+                    tma_load(stage + Tile::ZEROS_AT + part * Tile::ZERO_STEP, maps.zero, from, full);
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                tma_load(stage + half * Tile::TOKEN_BOX, maps.tokens, {k + half * 64, work.m, 0, 0, 0}, full);
+            }
+            slot.advance();
+        }
+    }
+}
+
+// A thread of a consumer. Its two rows of the product, which are columns of D, are `column` and the one behind.
+template <class Tile> class WideConsumer {
+public:
+    int number, unit, slice, warp, lane, column;
+
+    __device__ WideConsumer(int number_, int thread, int zero_sign_)
+        : number(number_),
+          unit(number_ % Tile::UNITS),
+          slice(number_ / Tile::UNITS),
+          warp(thread / kWarpSize),
+          lane(thread % kWarpSize),
+          zero_sign(zero_sign_) {
+        const int g = lane / 4, t = lane % 4;
+        column = warp * 16 + g * 2;
+        select = 0x4040 + t * 0x1111;
+        weights = Tile::WEIGHTS_AT + unit * Tile::UNIT_BYTES;
+        if constexpr (Tile::kKMajor) {
+            weights += column * 64 + g % 4 * 16;
+        } else {  // ldmatrix brings two rows to a lane, here the same one twice
+            const int row = lane / 2;
+            weights += row * 64 + (warp ^ row / 2 % 4) * 16;
+        }
+    }
+
+    // sum = a @ b over the consumer's share of `blocks` stages.
+    __device__ void multiply(typename Tile::Sums& sum, int blocks, uint32_t ring, RingPosition<Tile::STAGES> slot,
+                             const RingBarriers<Tile::STAGES>& barriers) const {
+#pragma unroll
+        for (int i = 0; i < Tile::TOKENS / 2; ++i) sum[i] = 0;
+        const int first = (slice - slot.stage % Tile::SLICES + Tile::SLICES) % Tile::SLICES;
+        if (first >= blocks) return;
+        auto begin = [&] {
+            barrier_wait(barriers.full(slot.stage), slot.phase);
+            return ring + slot.stage * Tile::STAGE_BYTES;
+        };
+        uint32_t a[2][Tile::STEPS][4];  // of the section that is multiplied, and of the next
+        slot.skip(first);
+        uint32_t stage = begin();
+        dequantise(a[0], stage, 0, false);
+        typename Tile::Sums part;
+#pragma unroll 1
+        for (int block = first; block < blocks; block += Tile::SLICES) {
+            const int current = slot.stage;
+            uint32_t next = stage;
+#pragma unroll
+            for (int section = 0; section < Tile::SECTIONS; ++section) {
+                constexpr int LENGTH = Tile::STEPS * 16;
+                const int begin_k = section * LENGTH, end_k = begin_k + LENGTH;
+                const bool reads = begin_k % Tile::GROUP != 0;  // the section before may still be read
+                if constexpr (Tile::kTurns) await_turn();
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < Tile::STEPS; ++step) {
+                    const int k = begin_k + step * 16;
+                    const uint64_t tokens = Tile::Operand::descriptor(stage + k / 64 * Tile::TOKEN_BOX);
+                    Wgmma<Tile::TOKENS>::template multiply<typename Tile::T, true>(
+                        part, a[section % 2][step], Tile::Operand::advance(tokens, 0, k % 64 / 16),
+                        k % Tile::GROUP != 0);
+                }
+                wgmma_commit();
+                if constexpr (Tile::kTurns) end_turn();
+                if (section + 1 < Tile::SECTIONS) {
+                    dequantise(a[(section + 1) % 2], stage, section + 1, reads);
+                } else if (block + Tile::SLICES < blocks) {
+                    slot.skip(Tile::SLICES);
+                    next = begin();
+                    dequantise(a[0], next, 0, reads);
+                }
+                if (end_k % Tile::GROUP == 0) {
+                    float scale[2];
+                    read_scales(scale, stage, end_k / Tile::GROUP - 1);
+                    wgmma_wait<0>();
+                    hold(part);
+                    if (end_k == Tile::BLOCK_K) {
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(barriers.empty(current));
+                    }
+#pragma unroll
+                    for (int i = 0; i < Tile::TOKENS / 2; ++i) sum[i] = fmaf(scale[i / 2 % 2], part[i], sum[i]);
+                }
+            }
+            stage = next;
+        }
+    }
+
+    __device__ bool leads() const { return warp == 0 && lane == 0; }
+    __device__ void sync() const { sync_group<kWarpGroupSize>(4 + number); }
+
+    // The turns of two consumers: the first one's begins with the kernel, and ends it.
+    __device__ void first_turn() const {
+        if (Tile::kTurns && number == 1) end_turn();
+    }
+    __device__ void last_turn() const {
+        if (Tile::kTurns && number == 0) await_turn();
+    }
+
+private:
+    int zero_sign, weights;
+    uint32_t select;
+
+    __device__ void await_turn() const { sync_group<2 * kWarpGroupSize>(2 + number); }
+    __device__ void end_turn() const { arrive_group<2 * kWarpGroupSize>(3 - number); }
+
+    template <class V> __device__ Vector<V, 2> pair_at(uint32_t boxes, int step, int group) const {
+        const int n = unit % Tile::OF_PART * Tile::UNIT + column;
+        const uint32_t at = boxes + unit / Tile::OF_PART * step + (group * Tile::PART_COLS + n) * int(sizeof(V));
+        return *static_cast<const Vector<V, 2>*>(__cvta_shared_to_generic(at));
+    }
+
+    __device__ void read_scales(float (&scale)[2], uint32_t stage, int group) const {
+        const auto pair = pair_at<typename Tile::Scale>(stage + Tile::SCALES_AT, Tile::SCALE_BOX, group);
+        for (int i = 0; i < 2; ++i) scale[i] = widen(pair.data[i]);
+    }
+
+    // The fragments of a section, in the place of those of the last but one, which the tensor cores may still be at.
+    __device__ void dequantise(uint32_t (&a)[Tile::STEPS][4], uint32_t stage, int section, bool waits) const {
+        if (Tile::kTurns && waits) wgmma_wait<1>();  // loads beside the other's products would only slow these down
+        // Two bytes twice: of a column, four apart along K, or of both columns.
+        uint32_t words[Tile::STEPS][2];
+        if constexpr (Tile::kKMajor) {
+#pragma unroll
+            for (int step = 0; step < Tile::STEPS; step += 2) {
+                const uint32_t chunk = (stage + weights) ^ (section * Tile::STEPS + step) / 2 * 16;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    uint32_t four[4];
+                    load_shared(four, chunk + i * 64);
+                    words[step][i] = __byte_perm(four[0], four[1], select);
+                    words[step + 1][i] = __byte_perm(four[2], four[3], select);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int step = 0; step < Tile::STEPS; step += 2) {
+                uint32_t four[4];
+                ldmatrix<true>(four, stage + weights + (section * Tile::STEPS + step) * 8 * 64);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) words[step + i / 2][i % 2] = four[i];
+            }
+        }
+        typename Tile::Weights::Offsets offsets[2];
+        if constexpr (Tile::kHasZeros) {
+            const int group = section * Tile::STEPS * 16 / Tile::GROUP;
+            const auto pair = pair_at<unsigned char>(stage + Tile::ZEROS_AT, Tile::ZERO_STEP, group);
+            for (int i = 0; i < 2; ++i) offsets[i].set((pair.data[i] ^ zero_sign) - zero_sign);
+        }
+        if (!Tile::kTurns && waits) wgmma_wait<1>();
+#pragma unroll
+        for (int step = 0; step < Tile::STEPS; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // of the fragment: column i % 2, the first or the second eight of K
+                const uint32_t both = words[step][Tile::kKMajor ? i % 2 : i / 2];
+                a[step][i] = Tile::Weights::pair(both, Tile::kKMajor ? i / 2 : i % 2, offsets[i % 2]);
+            }
+        }
+    }
+};
+
+}  // namespace rawops

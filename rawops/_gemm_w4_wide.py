@@ -1,0 +1,204 @@
+"""The host side of gemm_w4_wide_sm90.cu: many tokens and packed 4-bit weights, either way round, on Hopper."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rawops._gemm_config import ACTIVATIONS, DTYPES
+from rawops._gemm_maps import encode, k_major, map_of
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+
+BLOCK_K = 128
+# Tokens, units of 64 columns, and the warpgroups that share out the stages of each; what a block of K takes, in
+# nanoseconds on an H200, with K contiguous.
+TILES = {
+    (16, 4, 1): 666,
+    (16, 2, 2): 360,
+    (16, 1, 4): 259,
+    (32, 4, 1): 756,
+    (32, 2, 2): 391,
+    (32, 1, 4): 270,
+    (48, 2, 1): 460,
+    (64, 4, 1): 958,
+    (64, 2, 2): 475,
+    (64, 1, 4): 309,
+    (96, 2, 1): 652,
+    (128, 2, 1): 796,
+}
+
+_UNIT = 64
+_CHUNK = 16  # tokens that pass through the slab at a time
+_MAX_STAGES = 8
+_RASTER_ROWS = 8
+_MAX_SPLITS = 16
+
+# In nanoseconds, too: a launch, the end of a tile that leaves by TMA, or by the slab and by token; the second launch,
+# and the bytes of partial sums a nanosecond.
+_LAUNCH, _STAGED, _SLAB, _SLAB_TOKEN = 2800, 800, 600, 45
+_SPLIT, _SUM_BYTES = 2800, 3000
+
+
+def spec_of(params: ParamStruct, scale_dtypes: tuple[str, ...], formats: int, groups: tuple[int, ...]) -> KernelSpec:
+    """Declare the kernel, which takes the parameters of gemm_w4.cu."""
+    choices = {
+        "dtype": DTYPES[:2],
+        "out_dtype": DTYPES[:3],
+        "scale_dtype": scale_dtypes,
+        "format": tuple(range(formats)),
+        "has_zeros": (False, True),
+        "group": groups,
+        "tokens": tuple(sorted({tokens for tokens, _, _ in TILES})),
+        "units": (1, 2, 4),
+        "slices": (1, 2, 4),
+        "stages": tuple(range(2, _MAX_STAGES + 1)),
+        "b_k_major": (True, False),
+        "activation": tuple(range(len(ACTIVATIONS))),
+        "staged": (False, True),
+    }
+    smoke = [
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, 128, 128, 2, 1, 4, True, 0, True),
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, 128, 128, 2, 1, 4, False, 0, True),
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, 128, 64, 4, 1, 5, True, 0, True),
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, 128, 64, 2, 2, 6, False, 0, False),
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, 128, 16, 1, 4, 8, False, 0, False),
+        ("float16", "float32", "float32", 1, True, 32, 128, 2, 1, 4, True, 0, False),
+        ("float16", "float16", "float16", 2, False, 64, 96, 2, 1, 5, False, 5, False),
+        ("float16", "float32", "float32", 1, True, 64, 64, 4, 1, 4, True, 5, False),
+        ("bfloat16", "float32", "float32", 1, True, 32, 32, 2, 2, 8, True, 5, False),
+    ]
+    return KernelSpec(
+        source="gemm_w4_wide_sm90.cu",
+        entry="rawops::gemm_w4_wide_sm90",
+        template=tuple(choices),
+        choices=choices,
+        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
+        min_arch=90,
+        max_arch=90,
+        params=params,
+    )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a configuration depends on.
+
+    N counts columns of b. `parts` is 2 for swiglu. `storable`: D has 16 bits, TMA can write it, and nothing but alpha,
+    bias and activation is in the epilogue. `group` along K has a scale, and perhaps a zero point.
+    """
+
+    M: int
+    N: int
+    K: int
+    parts: int
+    storable: bool
+    group: int
+    scale_bytes: int
+    zero_bytes: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of `tokens` x `units` times 64 columns of b, `stages` of 128 along K, each over `k_per_split` of K.
+
+    A unit's stages are shared out over `slices` warpgroups. Units have `parts`: where K is split, gate and up meet
+    later. `staged`: a tile of D leaves by TMA, not through the slab. `blocks` take the tiles of a few rows of them,
+    raster_rows, at a time.
+    """
+
+    tokens: int
+    units: int
+    slices: int
+    stages: int
+    stage_bytes: int
+    split_k: int
+    k_per_split: int
+    parts: int
+    staged: bool
+    blocks: int
+    raster_rows: int
+    cost: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.units * self.slices)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16) + _finish_bytes(self.tokens, self.units, self.staged)
+
+    @property
+    def packed(self) -> int:
+        """What the kernel takes of it."""
+        return self.raster_rows
+
+
+def _finish_bytes(tokens: int, units: int, staged: bool) -> int:
+    return units * tokens * _UNIT * 2 if staged else _CHUNK * (units * _UNIT + 4) * 4
+
+
+def select_config(problem: Problem, sm_count: int, max_shared_bytes: int) -> Config:
+    """Choose the tile and the slices of K; pure arithmetic."""
+    k_blocks, found = -(-problem.K // BLOCK_K), []
+    for tile in TILES:
+        for split in range(1, min(_MAX_SPLITS, max(1, k_blocks // 4)) + 1):
+            if tile[1] % problem.parts == 0 or split > 1:
+                found.append(configure(problem, sm_count, max_shared_bytes, tile, -(-k_blocks // split)))
+    return min(found, key=lambda c: (c.cost, c.split_k, -c.tokens))
+
+
+def configure(
+    problem: Problem, sm_count: int, max_shared_bytes: int, tile: tuple[int, int, int], k_blocks: int
+) -> Config:
+    """Complete a configuration of one of `TILES` and slices of `k_blocks`."""
+    M, N, (tokens, units, slices) = problem.M, problem.N, tile
+    split_k = -(-problem.K // (k_blocks * BLOCK_K))
+    parts = problem.parts if split_k == 1 else 1
+    of_part = BLOCK_K // problem.group * (units // parts) * _UNIT
+    stage = tokens * BLOCK_K * 2 + units * _UNIT * BLOCK_K // 2
+    stage += parts * of_part * problem.scale_bytes + parts * (-(-of_part * problem.zero_bytes // 128) * 128)
+    stage = -(-stage // 1024) * 1024
+    staged = problem.storable and slices == split_k == 1
+    room = max_shared_bytes - _finish_bytes(tokens, units, staged)
+    stages = min(room // (stage + 16), _MAX_STAGES) // slices * slices
+    tiles_m = -(-M // tokens)
+    items = tiles_m * -(-N // (units * _UNIT)) * split_k
+    cost = k_blocks * TILES[tile] + (_STAGED if staged else _SLAB + _SLAB_TOKEN * tokens)
+    cost = _LAUNCH + -(-items // sm_count) * cost
+    if split_k > 1:
+        cost += _SPLIT + 2 * split_k * M * N * 4 // _SUM_BYTES
+    raster_rows = -(-tiles_m // -(-tiles_m // _RASTER_ROWS))
+    sizes = stages, stage, split_k, k_blocks * BLOCK_K, parts, staged
+    return Config(tokens, units, slices, *sizes, min(items, sm_count), raster_rows, cost)
+
+
+def tensor_maps(device, operands: dict, further: dict, config: Config, group: int, sizes: tuple) -> Callable:
+    """Return a function from the addresses of a, b, out, scales and zero points to the kernel's WideMaps.
+
+    `sizes` are M, N, K.
+    """
+    (M, N, K), (a, b, out) = sizes, (operands[role] for role in ("a", "b", "out"))
+    one = (1, 1, 1)
+    columns, b_k_major = config.units // config.parts * _UNIT, is_k_major(b, N, K)
+    describe = [
+        map_of(a, (M, a.row), (K, a.col), True, config.tokens, 64, one),
+        map_of(b, (N, b.col), (K // 2, b.row), b_k_major, columns if b_k_major else _UNIT, BLOCK_K // 2, one),
+        map_of(out, (M, out.row), (N, out.col), True, config.tokens, _UNIT, one) if config.staged else None,
+    ]
+    for role in ("scale_b", "zero_b"):
+        if x := further.get(role):
+            described = map_of(x, (K // group, x.row), (N, x.col), True, BLOCK_K // group, columns, one)
+            describe.append(functools.partial(described, swizzle=0))
+
+    @functools.lru_cache(maxsize=64)
+    def maps(*addresses: int) -> bytes:
+        pairs = zip(describe, addresses, strict=True)
+        return b"".join(encode(device, [d], (x,))[0] if d else bytes(128) for d, x in pairs).ljust(5 * 128, b"\0")
+
+    return maps
+
+
+def is_k_major(b, N: int, K: int) -> bool | None:
+    """Tell how packed weights lie; None where TMA cannot read them."""
+    return k_major(b, N, K // 2, b.col, b.row)
