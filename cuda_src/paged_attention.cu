@@ -11,12 +11,12 @@
 namespace rawops {
 
 template <class T_, class Stored, int HEAD_DIM_, int ACCESS, int ROWS_, int WARPS_, int STAGES_, int BLOCKS_,
-          bool kRagged_>
+          bool kRagged_, int CLUSTER_ = 1>
 struct PagedShape {
     using T = T_;
     using Tile = TokenTile<Stored, HEAD_DIM_, ACCESS>;
     static constexpr int HEAD_DIM = HEAD_DIM_, ROWS = ROWS_, WARPS = WARPS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
-    static constexpr int THREADS = WARPS * kWarpSize;
+    static constexpr int THREADS = WARPS * kWarpSize, CLUSTER = CLUSTER_;
     static constexpr bool kRagged = kRagged_;
     static constexpr int RING_BYTES = STAGES * Tile::BYTES;  // of a warp
     // Of each warp's sums that have memory of their own. With 8 bits it goes to more warps.
@@ -34,6 +34,10 @@ public:
     using State = RowState<T, Tile, Shape::ROWS>;
     using Query = typename State::Query;
     static constexpr int STEPS = State::STEPS, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
+    static constexpr int KEPT = 256;  // lengths that fit into shared memory
+    // Whether the L2 is asked for the first tiles early, instead of copies that start before lengths are certain: 16-bit
+    // rows take so many requests that these cost what they save, and for both there are not registers enough.
+    static constexpr bool kPrefetches = Tile::kScaled;
 
     __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, Query* queries_, char* rings)
         : params(p),
@@ -41,17 +45,46 @@ public:
           end(p, meeting),
           warp(threadIdx.x / kWarpSize),
           lane(threadIdx.x % kWarpSize),
-          capacity(p.pool.capacity()),
-          schedule(p.work, capacity, blockIdx.x, gridDim.x, lane),
+          lengths{p.work.seq_lens, p.pool.capacity()},
           ring(shared_address(rings) + warp * Shape::RING_BYTES),
           spare(shared_address(rings) + WARPS * Shape::RING_BYTES),
           read(ring + (STAGES - 1) * Tile::BYTES),
           filled(read),
-          empty(STAGES),
-          ahead(schedule.begin),
-          ahead_left(schedule.count - warp) {
-        if (ahead_left > 0) ahead.advance(params.work, capacity, warp);
-        look_up(wanted[0]);
+          empty(STAGES) {}
+
+    // Plans while the launch before may still be at work, from lengths and pages as they are then. When that launch is
+    // complete pages are looked up again and the first copies start; if lengths have changed after all, everything is
+    // done once more. `kept` has room for KEPT lengths.
+    __device__ void begin(int* kept) {
+        const bool keeps = !Shape::kRagged && params.work.batch <= KEPT;
+        if (keeps) keep_lengths(kept);
+        else await_launch_before();
+        if (keeps) lengths.at = kept;
+#pragma unroll 1
+        for (bool is_early = keeps, is_new = true;;) {
+            if (is_new) schedule = {params.work, lengths, int(blockIdx.x), int(gridDim.x), lane};
+            ahead = {schedule.begin, schedule.count - warp};
+            if (ahead.left > 0) ahead.place.advance(params.work, lengths, warp);
+#pragma unroll
+            for (Wanted& next : wanted) look_up(next);
+            if (is_early) {
+                is_early = is_new = false;
+#pragma unroll
+                for (const Wanted& next : wanted) {
+                    if (kPrefetches && next.head >= 0) Tile::prefetch(params.pool, next.page, next.token, next.head, lane);
+                }
+                await_launch_before();
+                continue;
+            }
+            const bool changed = !is_new && have_changed(kept);
+            if (!kPrefetches) refill();
+            if (is_new || !__syncthreads_or(changed)) break;
+            cp_async_wait<0>();
+            read = filled = ring + (STAGES - 1) * Tile::BYTES;
+            empty = STAGES;
+            keep_lengths(kept);
+            is_new = true;
+        }
     }
 
     // An item's sums are put together while the next one's first tiles and queries are on their way.
@@ -68,15 +101,16 @@ public:
             if (!is_past) read_query(query, rows);
             if (!is_first) {
                 end.leave(state, sums_at(before.count), has_tiles, before.count);
-                end.meet(before, shares);
+                meet(before, shares);
             }
             if (is_past) break;
             tiles = min_of(place.sequence.tiles - place.tile, schedule.count - done);
             has_tiles = walk(place, rows, query, tiles, done, shares);
             before = rows;
-            place.advance(params.work, capacity, tiles);
+            place.advance(params.work, lengths, tiles);
         }
         cp_async_wait<0>();
+        if (schedule.count == 0) meet(before, shares);
     }
 
 private:
@@ -85,37 +119,70 @@ private:
     const PagedParams& params;
     Query* queries;  // of the item's rows, by step and lane
     ItemEnd<T, Tile, Shape::ROWS, WARPS, Shape::AT_ONCE, Shape::kRagged> end;
-    const int warp, lane, capacity;
-    const Schedule<Tile::TOKENS, WARPS, Shape::kRagged> schedule;
+    const int warp, lane;
+    Lengths lengths;
+    Schedule<Tile::TOKENS, WARPS, Shape::kRagged> schedule;
     const uint32_t ring, spare;
     uint32_t read, filled;  // the slots that were read and filled last
     int empty;              // how many from the one after `filled` on wait for a tile
-    // The tiles that are fetched next, as many as the ring holds once the first is on its way: where much is being copied,
-    // a look into the table takes long.
+    // The tiles that are fetched next, as many as the ring holds: where much is being copied, a look into the table takes
+    // long.
     struct Wanted {
         int page, token, head;  // the page is that of this lane's token; no head: no tile
     };
     Wanted wanted[STAGES];
-    Place ahead;  // the tile after them
-    int ahead_left;
-    bool has_begun = false;
+    struct Upcoming {
+        Place place;
+        int left;  // tiles of the block from there on, none if there is no such tile
+    };
+    Upcoming ahead;  // the tile after them
     State state;
+
+    __device__ void meet(const Rows& rows, const Shares& shares) {
+        const bool has_tiles = schedule.count > 0;
+        if (Shape::CLUSTER > 1 && schedule.splits_items()) {
+            const int count = has_tiles ? rows.count : Shape::SPARE_ROWS;
+            end.template meet_in_cluster<Shape::CLUSTER>(rows, spare, has_tiles, count);
+        } else if (has_tiles) {
+            end.meet(rows, shares);
+        }
+    }
+
+    // --- lengths, as planned with ---
+
+    static __device__ int load_now(const int* from) {  // not from the L1
+        int x;
+        asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+        return x;
+    }
+    __device__ void keep_lengths(int* kept) const {
+        for (int b = threadIdx.x; b < params.work.batch; b += Shape::THREADS) kept[b] = load_now(params.work.seq_lens + b);
+        __syncthreads();
+    }
+    __device__ bool have_changed(const int* kept) const {
+        bool has_changed = false;
+        for (int b = threadIdx.x; b < params.work.batch; b += Shape::THREADS) {
+            has_changed |= kept[b] != load_now(params.work.seq_lens + b);
+        }
+        return has_changed;
+    }
 
     // --- the ring ---
 
     // Finds the next tile, and where this lane's token of it lies: no page if the token is not to be read.
     __device__ void look_up(Wanted& next) {
         next = {-1, 0, -1};
-        if (ahead_left <= 0) return;
-        next.token = ahead.sequence.first_token(ahead.tile);
-        next.head = ahead.head;
+        if (ahead.left <= 0) return;
+        const Place& place = ahead.place;
+        next.token = place.sequence.first_token(place.tile);
+        next.head = place.head;
         const int token = next.token + lane % Tile::TOKENS;
-        if (token >= ahead.sequence.first_key && token < ahead.sequence.length) {
-            const int64_t row = ahead.b * params.pool.table_stride;
-            next.page = params.pool.block_table[row + (token >> params.pool.page_shift)];
+        if (token >= place.sequence.first_key && token < place.sequence.length) {
+            const int64_t row = place.b * params.pool.table_stride;
+            next.page = load_now(params.pool.block_table + row + (token >> params.pool.page_shift));
         }
-        ahead_left -= WARPS;
-        if (ahead_left > 0) ahead.advance(params.work, capacity, WARPS);
+        ahead.left -= WARPS;
+        if (ahead.left > 0) ahead.place.advance(params.work, lengths, WARPS);
     }
 
     __device__ uint32_t after(uint32_t slot) const {
@@ -130,14 +197,8 @@ private:
             filled = after(filled);
             if (wanted[0].head >= 0) {
                 Tile::fetch(params.pool, filled, wanted[0].page, wanted[0].token, wanted[0].head, lane);
-                if (has_begun) {
 #pragma unroll
-                    for (int i = 1; i < STAGES; ++i) wanted[i - 1] = wanted[i];
-                } else {
-#pragma unroll
-                    for (int i = 1; i < STAGES; ++i) look_up(wanted[i - 1]);
-                }
-                has_begun = true;
+                for (int i = 1; i < STAGES; ++i) wanted[i - 1] = wanted[i];
                 look_up(wanted[STAGES - 1]);
             }
             cp_async_commit();
@@ -222,17 +283,32 @@ private:
     }
 };
 
+template <class Shape> __device__ inline void attend(const PagedParams& params) {
+    extern __shared__ __align__(128) char rings[];
+    __shared__ Meeting<Shape::WARPS> meeting;
+    __shared__ typename PagedBlock<Shape>::Query queries[Shape::HEAD_DIM / 16 * kWarpSize];
+    __shared__ int kept[PagedBlock<Shape>::KEPT];
+    start_next_launch();
+    PagedBlock<Shape> block(params, meeting, queries, rings);
+    block.begin(kept);
+    block.run();
+    if constexpr (Shape::kRagged) clear_rest<typename Shape::T>(params);
+}
+
 template <class T, class Stored, int HEAD_DIM, int ACCESS, int ROWS, int WARPS, int STAGES, int BLOCKS, bool kRagged>
 __global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS)
     paged_attention(const __grid_constant__ PagedParams params) {
-    using Shape = PagedShape<T, Stored, HEAD_DIM, ACCESS, ROWS, WARPS, STAGES, BLOCKS, kRagged>;
-    extern __shared__ __align__(128) char rings[];
-    __shared__ Meeting<WARPS> meeting;
-    __shared__ typename RowState<T, typename Shape::Tile, ROWS>::Query queries[HEAD_DIM / 16 * kWarpSize];
-    start_next_launch();
-    await_launch_before();
-    PagedBlock<Shape>(params, meeting, queries, rings).run();
-    if constexpr (kRagged) clear_rest<T>(params);
+    attend<PagedShape<T, Stored, HEAD_DIM, ACCESS, ROWS, WARPS, STAGES, BLOCKS, kRagged>>(params);
 }
+
+#if __CUDA_ARCH__ >= 900
+// One query a sequence and few rows an item; where items are split, the blocks of a cluster have one, and its results
+// do not go through global memory.
+template <class T, int HEAD_DIM, int ACCESS, int WARPS, int STAGES, int BLOCKS, int CLUSTER>
+__global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
+    paged_attention_in_clusters(const __grid_constant__ PagedParams params) {
+    attend<PagedShape<T, T, HEAD_DIM, ACCESS, 8, WARPS, STAGES, BLOCKS, false, CLUSTER>>(params);
+}
+#endif
 
 }  // namespace rawops

@@ -67,7 +67,7 @@ def select_config(head_dim: int, kv_dtype: str, rows: int, is_shared: bool, max_
     they are few and large, so that there is less to put together at the end. Bytes take so much longer to multiply that
     they need six warps. Both only where a warp has no more than 8 rows, which leaves it registers.
     """
-    static = 32 * head_dim + 1536  # queries, and what the warps tell each other
+    static = 32 * head_dim + 2560  # queries, lengths, and what the warps tell each other
     wanted = [(4, 2), (4, 1), (2, 1)]
     if rows == 8 and dtypes.itemsize(kv_dtype) == 1:
         wanted = [(6, 2), *wanted]
@@ -127,6 +127,20 @@ KERNEL = KernelSpec(
     ],
     params=PARAMS,
 )
+_IN_CLUSTERS = ("dtype", "head_dim", "access", "warps", "stages", "blocks", "cluster")
+CLUSTERS = KernelSpec(
+    source="paged_attention.cu",
+    entry="rawops::paged_attention_in_clusters",
+    template=_IN_CLUSTERS,
+    choices={name: _CHOICES[name] for name in _IN_CLUSTERS[:-1]} | {"head_dim": HEAD_DIMS[:4], "cluster": (2,)},
+    smoke=[
+        {name: choice for name, choice in _smoke(d).items() if name in _IN_CLUSTERS} | {"cluster": n}
+        for d, n in ((64, 2), (128, 2))
+    ],
+    min_arch=90,
+    params=PARAMS,
+)
+_CLUSTER_ROWS = 4  # SPARE_ROWS in paged_attention.cu
 
 
 @dataclass(frozen=True)
@@ -218,13 +232,19 @@ def plan_launch(
         blocks = items * options.num_splits
     else:
         blocks = max(min(device.sm_count * tile.blocks, items * tiles // tile.warps), 1)
+    kernel, cluster = KERNEL, blocks // max(items, 1)
+    if cluster in CLUSTERS.choices["cluster"] and CLUSTERS.exists_on(device.capability) and not options.num_splits:
+        is_narrow = padded <= 128 and pool.dtype in DTYPES and group <= _CLUSTER_ROWS
+        if is_narrow and not ragged and items * cluster >= blocks - blocks // 16:
+            kernel, blocks = CLUSTERS, items * cluster
+            choices = {name: choices[name] for name in _IN_CLUSTERS[:-1]} | {"cluster": cluster}
     q_strides, copies_q = [s // q.dtype.itemsize for s in q.strides], False
     if q_strides[2] != 1 or q_address % 4 or any(x % 2 for x in (head_dim, *q_strides[:2])):
         even = head_dim + head_dim % 2
         q_strides, copies_q = [heads * even, even], True
     work = (pool.batch, total_q, pool.num_heads, group, *options.window, options.num_splits, -(-group // _ROWS))
     return Launch(
-        function=KERNEL.kernel(device, **choices),
+        function=kernel.kernel(device, **choices),
         grid=(blocks, 1, 1),
         block=(32 * tile.warps, 1, 1),
         shared_bytes=tile.shared_bytes(padded, pool.dtype),

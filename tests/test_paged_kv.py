@@ -1,5 +1,8 @@
 """Attention over pages: page sizes, layouts, splits, windows, ragged queries, what must not be read, the checks."""
 
+import contextlib
+import dataclasses
+
 import numpy as np
 import pytest
 from paged_pool import (
@@ -17,6 +20,8 @@ from paged_pool import (
 
 import rawops
 from rawops import _paged_kv_attention, _paged_kv_prefill, config
+from rawops._paged_kv_workspace import Workspace
+from rawops._runtime import arrays
 from rawops.config import Config
 from rawops.testing.tolerances import assert_close
 
@@ -159,6 +164,37 @@ def test_shares_of_the_line_of_tiles(device, rng, monkeypatch, lens):
         monkeypatch.setattr(_paged_kv_attention.OP, "_plans", {})
         monkeypatch.setattr(_paged_kv_attention.OP, "_last", (None,) * 4)
         close(*run(device, p, q), *want, "float16", 150)
+
+
+@pytest.mark.parametrize("lens", [[*[128] * 6, 113, 120, 127], [*[128] * 4, *[60] * 4, 0]], ids=str)
+def test_clusters(device, rng, lens):
+    """Two blocks of a cluster share an item; lengths that differ are cut otherwise, by the same launch."""
+    with rawops.emulate(arch="sm_90a", check=True) if device.is_emulated else contextlib.nullcontext() as emu:
+        p = Paged(rng, lens, 2, 64, 16)
+        p.table = np.ascontiguousarray(p.table[:, :-2])
+        q = queries(rng, len(lens), 8, 64)
+        close(*run(device, p, q), *decode_reference(q, p), "float16", max(lens))
+        assert not device.is_emulated or any("in_clusters" in launch.kernel for launch in emu.report)
+
+
+def test_clusters_with_an_idle_block(device, rng, monkeypatch):
+    """A sequence too short to be split like the others: their blocks of a cluster have nothing."""
+    plan = _paged_kv_attention.plan_launch
+
+    def in_pairs(device, *args, **kind):
+        launch = plan(device, *args, **kind)
+        if not _paged_kv_attention.CLUSTERS.exists_on(device.capability):
+            return launch
+        choices = {"dtype": "float16", "head_dim": 64, "access": 16, "warps": 4, "stages": 6, "blocks": 2}
+        kernel = _paged_kv_attention.CLUSTERS.kernel(device, **choices, cluster=2)
+        return dataclasses.replace(launch, function=kernel, grid=(34, 1, 1))
+
+    monkeypatch.setattr(_paged_kv_attention, "plan_launch", in_pairs)
+    forget_plans(monkeypatch)
+    with rawops.emulate(arch="sm_90a", check=True) if device.is_emulated else contextlib.nullcontext():
+        p = Paged(rng, [*[144] * 8, 5, *[144] * 8], 1, 64, 16)
+        q = queries(rng, 17, 4, 64)
+        close(*run(device, p, q), *decode_reference(q, p), "float16", 144)
 
 
 def test_batch_does_not_matter_with_one_split(device, rng):
@@ -495,3 +531,48 @@ def test_graph_follows_the_lengths(rng):
             for b, n in enumerate(pair):
                 want, _ = attend(q[b : b + 1], p.k[b][:n], p.v[b][:n])
                 assert_close(replayed[b : b + 1].get(), want, np.float16, k=2**18, magnitude=1.0)
+
+
+_LATE = """
+__global__ void late(const int* from, int* to, int count, long long cycles) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    for (const long long begin = clock64(); clock64() - begin < cycles;) {}
+    if (threadIdx.x < count) to[threadIdx.x] = from[threadIdx.x];
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changed", ["lengths", "pages"])
+def test_what_the_launch_before_writes_late(rng, changed):
+    """The launch before lets ours begin, and long after that writes what ours has planned with."""
+    import cupy
+
+    if int(cupy.cuda.Device().compute_capability) < 90:
+        pytest.skip("launches do not overlap there")
+    p = Paged(rng, [700, 20, 333], 2, 128, 16)
+    q = queries(rng, 3, 8, 128)
+    other = {"lengths": np.array([5, 699, 0], np.int32), "pages": np.full_like(p.table, -1)}[changed]
+    args = [cupy.asarray(x) for x in (q, p.pages, p.table, p.lens)]
+    late, kept = args[3 if changed == "lengths" else 2], cupy.asarray(p.lens if changed == "lengths" else p.table)
+    want = rawops.paged_attention(*args)
+    kernel = rawops.Kernel(_LATE, "late")
+    for _ in range(3):
+        late.set(other)
+        kernel(1, 256, (kept, late, late.size, 200_000))
+        np.testing.assert_array_equal(rawops.paged_attention(*args).get(), want.get())
+
+
+@pytest.mark.gpu
+def test_a_workspace_is_no_memory_in_use():
+    """Memory that was freed while a launch has yet to write to it."""
+    import cupy
+
+    given, ones = cupy.zeros(1 << 16, np.int32), cupy.ones(256, np.int32)
+    rawops.Kernel(_LATE, "late")(1, 256, (ones, given, 256, 2_000_000))
+    size, device = given.size, arrays.device_of("test", x=given)
+    del given
+    workspace = Workspace()
+    workspace.zeros(device, size)
+    cupy.cuda.Device().synchronize()
+    assert not workspace._arrays["zeros"][0].any()

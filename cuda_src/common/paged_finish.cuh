@@ -1,6 +1,7 @@
 // The end of an item: the warps of a block put their sums together, and the last of the blocks that share the item puts
 // theirs together and writes the result.
 #pragma once
+#include "hopper.cuh"
 #include "paged_rows.cuh"
 
 namespace rawops {
@@ -48,6 +49,7 @@ template <int WARPS> struct Meeting {
     float top[WARPS][kItemRows], sum[WARPS][kItemRows];
     uint32_t slot[WARPS];  // where the warp's weighted values are, 0 if it had no tile
     int is_last;
+    float4 joint[kItemRows];  // for the other blocks of a cluster: largest score and sum, and 0
 };
 
 // Weighted sums of four neighbouring columns of a row, relative to a largest score.
@@ -127,6 +129,40 @@ public:
             if (of_all || own == nullptr || !is_last(shares)) break;
         }
         __syncthreads();
+    }
+
+    // The same where the CLUSTER blocks of a cluster share an item: the first one reads what the others have, and writes.
+    // `spare` is where the first warp's sums are, and those of the block go; all threads of all of these blocks come
+    // here. A block without tiles has a count of the rows that there may be.
+    template <int CLUSTER> __device__ void meet_in_cluster(const Rows& rows, uint32_t spare, bool has_tiles, int count) {
+        __syncthreads();
+#pragma unroll 1
+        for (int index = threadIdx.x; index < count * GROUPS; index += WARPS * kWarpSize) {
+            const int row = index / GROUPS, group = index % GROUPS;
+            const Merged merged = has_tiles ? of_warps(row, group) : Merged();
+            const float(&x)[4] = merged.value;
+            asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(spare + Sums::offset(row, group)), "f"(x[0]),
+                         "f"(x[1]), "f"(x[2]), "f"(x[3])
+                         : "memory");
+            if (group == 0) meeting.joint[row] = make_float4(merged.top, merged.sum, 0, 0);
+        }
+        cluster_sync();
+        if (cluster_rank() == 0) {
+#pragma unroll 1
+            for (int index = threadIdx.x; index < rows.count * GROUPS; index += WARPS * kWarpSize) {
+                const int row = index / GROUPS, group = index % GROUPS;
+                Merged merged;
+                add_parts<CLUSTER>(merged, CLUSTER, [&](int rank, float& top, float& sum, float4& term) {
+                    float joint[4], value[4];
+                    load_from_rank(joint, shared_address(&meeting.joint[row]), rank);
+                    load_from_rank(value, spare + Sums::offset(row, group), rank);
+                    top = joint[0], sum = joint[1];
+                    term = make_float4(value[0], value[1], value[2], value[3]);
+                });
+                write(rows, row, group, merged);
+            }
+        }
+        cluster_sync();  // the others leave their shared memory until it is read
     }
 
 private:

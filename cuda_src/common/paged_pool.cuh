@@ -81,6 +81,20 @@ template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {  // T: as stor
         }
     }
 
+    // Has the L2 get what `fetch` will ask for.
+    static __device__ void prefetch(const PagePool& pool, int page, int token, int head, int lane) {
+        if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(pool.num_pages)) return;
+        const int64_t in_row = in_page(pool, token + lane % TOKENS) * pool.token_stride + head * pool.head_stride;
+        const T* key = static_cast<const T*>(pool.pages) + page * pool.page_stride + in_row;
+#pragma unroll
+        for (int i = lane / TOKENS; i < 2; i += kWarpSize / TOKENS) {
+#pragma unroll
+            for (int line = 0; line < HEAD_DIM; line += 128 / int(sizeof(T))) {
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(key + i * pool.value_offset + line) : "memory");
+            }
+        }
+    }
+
 private:
     static constexpr int STEPS = TOKENS * CHUNKS / kWarpSize;
 

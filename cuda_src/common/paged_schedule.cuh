@@ -1,8 +1,10 @@
-// Which block works on what: sequences, KV heads and rows of queries in one line of tiles, cut into equal ranges.
+// Which block works on what: KV heads, sequences and rows of queries in one line of tiles, cut into equal ranges.
 //
 // An item is one KV head of one sequence with up to 16 rows, a row being one query of one query head. Its keys are
 // walked in tiles. All tiles of all items, in order, are numbered, and each block takes one range of numbers: this
-// arithmetic is done here, from the lengths on the device, so a captured launch follows them as they change.
+// arithmetic is done here, from the lengths on the device, so a captured launch follows them as they change. All
+// sequences of one head come before those of the next: the heads of a token, which are neighbours in memory, are then
+// read by different blocks at about the same time.
 #pragma once
 #include "paged_pool.cuh"
 
@@ -21,6 +23,14 @@ struct PagedWork {
     int prior_parts; // results that there are of them
 };
 
+// Where the lengths of all sequences are read: `seq_lens`, or a copy of it.
+struct Lengths {
+    const int* at;
+    int capacity;  // tokens that a row of the table can name
+
+    __device__ int of(int b, int skipped) const { return clamp(at[b] - skipped, 0, capacity); }
+};
+
 // Keys begin <= j < end, for a query or for a tile.
 struct KeyRange {
     int begin, end;
@@ -32,8 +42,8 @@ template <int TOKENS, bool kRagged> struct Sequence {
     int tiles, row_tiles;
 
     __device__ Sequence() : q_begin(0), q_count(0), length(0), first_key(0), tiles(0), row_tiles(0) {}
-    __device__ Sequence(const PagedWork& work, int b, int capacity)
-        : q_begin(b), q_count(1), length(clamp(work.seq_lens[b] - work.skipped, 0, capacity)), row_tiles(work.row_tiles) {
+    __device__ Sequence(const PagedWork& work, int b, const Lengths& lengths)
+        : q_begin(b), q_count(1), length(lengths.of(b, work.skipped)), row_tiles(work.row_tiles) {
         if constexpr (kRagged) {
             q_begin = clamp(work.cu_seqlens_q[b], 0, work.total_q);
             q_count = clamp(work.cu_seqlens_q[b + 1], q_begin, work.total_q) - q_begin;
@@ -44,7 +54,6 @@ template <int TOKENS, bool kRagged> struct Sequence {
     }
 
     __device__ int first_token(int tile) const { return (first_key / TOKENS + tile) * TOKENS; }
-    __device__ int items(const PagedWork& work) const { return work.kv_heads * row_tiles; }
 
     // What query i sees: the window lies round the key that is as far from the last as the query from the last.
     __device__ KeyRange visible(const PagedWork& work, int i) const {
@@ -58,18 +67,19 @@ template <int TOKENS, bool kRagged> struct Place {
     int b, head, rows, tile;
     Sequence<TOKENS, kRagged> sequence;
 
-    __device__ void advance(const PagedWork& work, int capacity, int steps) {
+    __device__ void advance(const PagedWork& work, const Lengths& lengths, int steps) {
         tile += steps;
         while (tile >= sequence.tiles || (kRagged && sequence.row_tiles == 0)) {
             if (!kRagged || sequence.row_tiles != 0) {
                 tile -= sequence.tiles;
                 if (++rows < sequence.row_tiles) continue;
                 rows = 0;
-                if (++head < work.kv_heads) continue;
-                head = 0;
             }
-            if (++b >= work.batch) return;
-            sequence = Sequence<TOKENS, kRagged>(work, b, capacity);
+            if (++b >= work.batch) {
+                b = 0;
+                if (++head >= work.kv_heads) return;
+            }
+            sequence = Sequence<TOKENS, kRagged>(work, b, lengths);
         }
     }
 };
@@ -87,38 +97,48 @@ public:
     Place<TOKENS, kRagged> begin;  // of this block's range
     int count;                     // tiles of the range, 0: nothing to do
 
+    __device__ Schedule() : count(0) {}
     // By all lanes of a warp alike.
-    __device__ Schedule(const PagedWork& work, int capacity, int block, int blocks, int lane)
+    __device__ Schedule(const PagedWork& work, const Lengths& lengths, int block, int blocks, int lane)
         : count(0), splits(work.num_splits) {
         Counts counts;
         Found found;
-        int number = splits ? unsigned(block) / splits : 0x7fffffff;
+        bool by_item = splits > 0;
+        int head = 0, number = 0x7fffffff;  // of a tile of the head, or of an item
 #pragma unroll 1
-        for (int pass = splits > 0; pass < 2; ++pass) {  // the first pass only adds up
-            found = counts.find(work, capacity, number, lane, splits > 0);
-            if (pass == 1) break;
-            number = divide(work, found.before, counts.longest(), block, blocks);
-            if (splits) counts.base = -1;  // items are counted from here on
+        for (bool adds_up = true;; adds_up = false) {
+            found = counts.find(work, lengths, number, lane, by_item);
+            if (!adds_up) break;
+            int of_head = found.before;
+            number = by_item ? unsigned(block) / splits : divide(work, of_head, counts.longest(), block, blocks);
+            if (!by_item && splits) {
+                by_item = true;
+                of_head = work.batch * work.row_tiles;
+                counts.base = -1;  // items are counted from here on
+            }
+            head = of_head > 0 ? unsigned(number) / of_head : work.kv_heads;
+            number -= head * of_head;
         }
-        if (found.b >= work.batch) {
+        if (found.b >= work.batch || head >= work.kv_heads) {
             count = 0;
             return;
         }
-        const Sequence sequence(work, found.b, capacity);
-        int tile = number - found.before, item_of_sequence = tile;
+        const Sequence sequence(work, found.b, lengths);
+        int tile = number - found.before, rows = tile;
         if (splits) {
-            const int split = block - number * splits;
+            const int split = unsigned(block) % splits;
             flat = block - split;
             splits = min_of(splits, sequence.tiles);
             tile = share_begin(sequence.tiles, split);
             count = split < splits ? share_begin(sequence.tiles, split + 1) - tile : 0;
         } else {
-            item_of_sequence = unsigned(tile) / sequence.tiles;
-            tile -= item_of_sequence * sequence.tiles;
+            rows = unsigned(tile) / sequence.tiles;
+            tile -= rows * sequence.tiles;
         }
-        const int head = sequence.row_tiles == 1 ? item_of_sequence : item_of_sequence / sequence.row_tiles;
-        begin = {found.b, head, item_of_sequence - head * sequence.row_tiles, tile, sequence};
+        begin = {found.b, head, rows, tile, sequence};
     }
+
+    __device__ bool splits_items() const { return splits > 0; }
 
     // Of the item of a place that is `done` tiles into the range.
     __device__ Shares shares(const PagedWork& work, const Place<TOKENS, kRagged>& place, int done) const {
@@ -139,11 +159,13 @@ private:
     int quota, longer;  // `longer` blocks have quota + 1 tiles, the rest quota
     int splits;         // of each item, 0 where ranges are cut anywhere
 
-    // Divides `total` tiles. Returns the number that this block begins with: a tile's, or an item's if items are split.
+    // Divides the tiles of all heads. Returns the number that this block begins with: a tile's, or an item's if items are
+    // split.
     //
     // Where sequences are about equally long, and nearly all blocks have work then, ranges end where items do: each
     // item is split alike, or each block has as many whole ones. That spares the blocks to put shared items together.
-    __device__ int divide(const PagedWork& work, int total, int longest, int block, int blocks) {
+    __device__ int divide(const PagedWork& work, int of_head, int longest, int block, int blocks) {
+        const int total = of_head * work.kv_heads;
         int used = clamp(total / kMinTiles, 1, blocks);
         if (!kRagged && used == blocks) {
             const int items = work.batch * work.kv_heads * work.row_tiles;
@@ -178,19 +200,14 @@ private:
     struct Counts {
         int base = -1, own, sum, most = 0;  // most: tiles of an item among this lane's sequences
 
-        __device__ int longest() const {
-            int all = most;
-#pragma unroll
-            for (int step = 1; step < kWarpSize; step *= 2) all = max_of(all, __shfl_xor_sync(~0u, all, step));
-            return all;
-        }
+        __device__ int longest() const { return __reduce_max_sync(~0u, most); }
 
         // The sequence that holds a number, and how many lie before it; the end and the total for one past the last.
-        __device__ Found find(const PagedWork& work, int capacity, int number, int lane, bool by_item) {
+        __device__ Found find(const PagedWork& work, const Lengths& lengths, int number, int lane, bool by_item) {
             int before = 0;
 #pragma unroll 1
             for (int b = 0; b < work.batch; b += kWarpSize) {
-                if (b != base) count(work, capacity, b, lane, by_item);
+                if (b != base) count(work, lengths, b, lane, by_item);
                 const uint32_t past = __ballot_sync(~0u, before + sum > number);
                 if (past) {
                     const int winner = __ffs(past) - 1;
@@ -201,12 +218,12 @@ private:
             return {work.batch, before};
         }
 
-        __device__ void count(const PagedWork& work, int capacity, int b, int lane, bool by_item) {
+        __device__ void count(const PagedWork& work, const Lengths& lengths, int b, int lane, bool by_item) {
             base = b;
             own = 0;
             if (b + lane < work.batch) {
-                const Sequence sequence(work, b + lane, capacity);
-                own = sequence.items(work) * (by_item ? 1 : sequence.tiles);
+                const Sequence sequence(work, b + lane, lengths);
+                own = sequence.row_tiles * (by_item ? 1 : sequence.tiles);
                 most = max_of(most, sequence.tiles);
             }
             sum = own;
