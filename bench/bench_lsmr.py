@@ -31,10 +31,9 @@ DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 TOLERANCES = {"atol": 1e-6, "btol": 1e-6, "conlim": 1e8}
 RUNS = 5
 ENOUGH_S = 1.0  # of runs of one call
-MEASURED = (
-    8,
-    24,
-)  # iterations of the two solves whose difference gives the time of one: early, before precision runs out
+# Iterations of the two solves whose difference gives the time of one: early, before precision runs out; of small
+# systems more, since one takes microseconds.
+MEASURED, MEASURED_OF_SMALL, SMALL = (8, 24), (24, 152), 100_000
 
 
 @dataclass(frozen=True)
@@ -171,14 +170,14 @@ def alternate(calls: dict[str, Callable]) -> tuple[dict[str, float], dict]:
 def iteration_us(a, b) -> float:
     """The time of an iteration: a longer solve that nothing stops, less a shorter one; NaN if one stopped."""
     none = {"atol": 0, "btol": 0, "conlim": 0}
-    solvers = {n: rawops.LSMR(a, maxiter=n, **none) for n in MEASURED}
+    short, long = MEASURED_OF_SMALL if a.nnz < SMALL else MEASURED
+    solvers = {n: rawops.LSMR(a, maxiter=n, **none) for n in (short, long)}
     for _ in range(4):  # the fourth runs from the graph
         for solver in solvers.values():
             solver.solve(b)
     times, results = alternate({n: lambda s=solver: s.solve(b) for n, solver in solvers.items()})
     if any(result.itn != n for n, result in results.items()):
         return float("nan")
-    short, long = MEASURED
     return (times[long] - times[short]) * 1e3 / (long - short)
 
 

@@ -1,7 +1,8 @@
 // Whole iterations of LSMR in one block of threads, for a sparse matrix that one SM reads quickly enough: no launches, no
-// waiting for other SMs. Vectors and scalars stay in shared memory from iteration to iteration, and so does the matrix where
-// it fits; a larger one stays in the caches. The last two warps work on scalars while the others make the products: one does the estimates and the stopping
-// tests of the last iteration, so that a stop is known before the next x would be made, the other turns what it can.
+// waiting for other SMs. Vectors and scalars stay in shared memory from iteration to iteration, and so does the matrix
+// where it fits; a larger one stays in the caches. The last two warps work on scalars while the others make the products:
+// one does the estimates and the stopping tests of the last iteration, so that a stop is known before the next x would be
+// made, the other turns what it can.
 #include "common/lsmr_state.cuh"
 
 namespace rawops {

@@ -28,7 +28,7 @@ HISTORY = ("normr", "normar", "norma", "conda", "normx")
 
 _CHUNK_US = 300.0  # a chunk lasts about this long: what is launched past the stop, and how late the host hears of it
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 8, 32
-_SMALL_ITERATIONS = 64
+_SMALL_ITERATIONS = 256  # of a kernel that ends at the stop by itself
 _EAGER_ITERATIONS = 32  # from then on a graph repays its capture
 _PATIENCE = 6  # iterations of few columns that cost what it takes to drop the others
 

@@ -143,7 +143,7 @@ def test_long_rows_times_columns(device, rng, monkeypatch, dtype, layout):
     """Rows of a team, of a warp, of a block and of several, each with its squares, twice."""
     monkeypatch.setattr(_lsmr_columns, "_ROWS_A_PARTIAL", 0)
     monkeypatch.setattr(_sparse_spmm, "_SEGMENT", 128)
-    monkeypatch.setattr(_sparse_spmm, "layout_for", lambda *found: Layout(*layout, 32, 64, 1))
+    monkeypatch.setattr(_sparse_spmm, "layout_for", lambda *found: Layout(*layout, 32, 64, 4))
     a = np.zeros((60, 1024))
     for row, length in enumerate([20, 0, 50, 70, 128, 200, 900] + [3] * 53):
         a[row, rng.choice(1024, length, replace=False)] = rng.integers(1, 5, length)
