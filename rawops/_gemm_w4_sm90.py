@@ -21,7 +21,7 @@ _MAX_UNITS = 8  # whose columns are those of a box
 _MAX_CONSUMERS = 17  # warps
 _BUSY = 10  # of them, which the memory waits for
 _MIN_STAGES, _MAX_STAGES = 3, 32
-_STAGE_BYTES = 8192  # of weights, at least: a block begins when its first stage is there
+_STAGE_BYTES = 1024  # of weights for a token, at least: a block begins when its first stage is there
 _SHAPE_FIELDS = (
     "slices",
     "units",
@@ -175,7 +175,7 @@ def _with_ring(
 ) -> Config | None:
     """Complete a configuration; None where too few stages fit."""
     rows, columns = M if M in range(TOKENS[0]) else tokens + 2, units * _UNIT
-    groups = 2 * -(-_STAGE_BYTES // (columns * GROUP))
+    groups = 2 * -(-_STAGE_BYTES * tokens // (columns * GROUP))
     sizes = groups * columns * GROUP // 2, groups * rows * GROUP * 2, *(groups * columns * n for n in group_bytes)
     config = Config(tokens, slices, units, blocks, 0, groups, rows, *sizes, parts)
     config = replace(config, stages=min(max_shared_bytes // (config.stage_bytes + 16), _MAX_STAGES))
