@@ -89,15 +89,15 @@ __device__ inline Word add_warps(Word sum, Word* sums) {
 // where given: piece_ends (blocks, rows), how many pieces there are up to each row, and piece_starts, where a row's begin.
 // totals (blocks): what there is up to each block of columns, as a word of two sums. words and turns start as 0.
 // Row r of block b has the entries bounds[b * stride + r] to bounds[(b + 1) * stride + r].
-template <class P, bool kSorted>
-__global__ void __launch_bounds__(kWindow)
+template <class P, bool kSorted, bool kCuts>
+__global__ void __launch_bounds__(kWindow, kCuts ? 1 : 2)
     pack_windows(const P* __restrict__ bounds, int64_t stride, int rows, int groups, int longest, int lanes, int piece,
                  Place* __restrict__ places, int* __restrict__ slots, int* __restrict__ piece_ends,
                  int* __restrict__ piece_starts, Word* __restrict__ totals, Word* __restrict__ words,
                  Word* __restrict__ turns) {
     constexpr int COUNT = kSorted ? 1 : kWindowsAtOnce;
     __shared__ uint32_t keys[kSorted ? 2 * kWindow : 1];
-    __shared__ Word slice_sums[COUNT][kWindowWarps], piece_sums[COUNT][kWindowWarps];
+    __shared__ Word slice_sums[COUNT][kWindowWarps], piece_sums[kCuts ? COUNT : 1][kWindowWarps];
     __shared__ int turn;
     if (threadIdx.x == 0) turn = take_turn(turns);
     __syncthreads();
@@ -105,7 +105,6 @@ __global__ void __launch_bounds__(kWindow)
     const int place = threadIdx.x, warp = place / kWarpSize;
     const int rows_per_slice = kWarpSize / lanes, slice_lane = place % rows_per_slice;
     int length[COUNT], depth[COUNT], sorted_row = 0;
-    unsigned present[COUNT];
     int slices_before[COUNT];
     Word pieces[COUNT], pieces_before[COUNT];
 #pragma unroll
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(kWindow)
         const int64_t found = bounds[(block + 1) * stride + row] - bounds[block * stride + row];
         if (found <= longest) {
             length[i] = int(found);
-        } else {
+        } else if constexpr (kCuts) {
             const int64_t whole = found / piece, rest = found % piece;
             const int64_t depth = whole * (piece / kWarpSize) + (rest + kWarpSize - 1) / kWarpSize;
             pieces[i] = Word(whole + (rest > 0)) << kDepthBits | Word(depth);
@@ -133,20 +132,19 @@ __global__ void __launch_bounds__(kWindow)
         for (int mask = rows_per_slice / 2; mask > 0; mask /= 2) {
             depth[i] = max_of(depth[i], __shfl_xor_sync(~0u, depth[i], mask));
         }
-        present[i] = __ballot_sync(~0u, length[i] >= 0) >> (place % kWarpSize - slice_lane);
         slices_before[i] = sum_of_lanes_before(slice_lane == 0 ? depth[i] : 0, slice_sums[i]);
-        pieces_before[i] = piece_ends != nullptr ? sum_of_lanes_before(pieces[i], piece_sums[i]) : 0;
+        if constexpr (kCuts) pieces_before[i] = sum_of_lanes_before(pieces[i], piece_sums[i]);
     }
     __syncthreads();
     if (warp == 0) {
         Word sum = 0;
         for (int i = 0; i < COUNT; ++i) sum = add_warps(sum, slice_sums[i]);
-        for (int i = 0; i < COUNT && piece_ends != nullptr; ++i) sum = add_warps(sum, piece_sums[i]);
+        for (int i = 0; i < COUNT && kCuts; ++i) sum = add_warps(sum, piece_sums[i]);
         if (place == 0) leave_sum(words + number, number > 0 ? kOwnSum : kWholeSum, sum);
         const Word before = look_back_warp(words, number);
         for (int i = 0; i < COUNT; ++i) {
             slice_sums[i][place] += before;
-            if (piece_ends != nullptr) piece_sums[i][place] += before;
+            if constexpr (kCuts) piece_sums[i][place] += before;
         }
         if (place == 0) {
             if (number > 0) leave_sum(words + number, kWholeSum, before + sum);
@@ -158,8 +156,9 @@ __global__ void __launch_bounds__(kWindow)
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         const int64_t row = int64_t(first_window + i) * kWindow + place, slice = row / rows_per_slice;
-        if (slice >= slices) return;
-        if (piece_ends != nullptr && row < rows) {
+        const unsigned present = __ballot_sync(~0u, kCuts ? length[i] >= 0 : row < rows);
+        if (slice >= slices) continue;
+        if (kCuts && row < rows) {
             const Word sum = piece_sums[i][warp] + pieces_before[i];
             piece_ends[block * int64_t(rows) + row] = int((sum + pieces[i]) >> kDepthBits);
             piece_starts[block * int64_t(rows) + row] = int(depth_of(sum));
@@ -169,7 +168,7 @@ __global__ void __launch_bounds__(kWindow)
         if constexpr (kSorted) {
             slots[index * rows_per_slice + slice_lane] = length[i] < 0 ? -1 : sorted_row;
         } else if (slice_lane == 0) {
-            slots[index] = int(present[i] & (~0u >> (kWarpSize - rows_per_slice)));
+            slots[index] = int(present >> place % kWarpSize & (~0u >> (kWarpSize - rows_per_slice)));
         }
     }
 }
@@ -211,7 +210,8 @@ struct PackFill {
     int rows, slices_per_block, slices, piece_count, width, lanes, piece;
 };
 
-constexpr int kFillAhead = 4;  // entries of a lane that are on their way
+// Entries of a lane that are on their way.
+template <bool kBased> constexpr int kFillAhead = kBased ? 2 : 4;
 
 // A warp for each slice or piece. C: uint16_t or int; kBased: columns count from the lowest of 32.
 template <class V, class P, class C, bool kSorted, bool kBased>
@@ -247,19 +247,20 @@ __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFil
     }
     V* packed = static_cast<V*>(fill.packed);
     C* columns = static_cast<C*>(fill.columns);
+    constexpr int AHEAD = kFillAhead<kBased>;
     bool fails = false;
-    for (int k = 0; k < place.depth; k += kFillAhead) {
-        V value[kFillAhead];
-        int column[kFillAhead];
-        bool is_there[kFillAhead];
+    for (int k = 0; k < place.depth; k += AHEAD) {
+        V value[AHEAD];
+        int column[AHEAD];
+        bool is_there[AHEAD];
 #pragma unroll
-        for (int i = 0; i < kFillAhead; ++i, entry += step) {
+        for (int i = 0; i < AHEAD; ++i, entry += step) {
             is_there[i] = entry < stop && k + i < place.depth;
             value[i] = is_there[i] ? data[entry] : V{};
             column[i] = is_there[i] ? fill.indices[entry] - first_column : 0x7FFFFFFF;
         }
 #pragma unroll
-        for (int i = 0; i < kFillAhead; ++i) {
+        for (int i = 0; i < AHEAD; ++i) {
             if (k + i >= place.depth) break;
             const int64_t at = (int64_t(place.start) + k + i) * kWarpSize + lane;
             packed[at] = value[i];

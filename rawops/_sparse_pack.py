@@ -39,9 +39,12 @@ BOUNDS = KernelSpec(
 WINDOWS = KernelSpec(
     source="sparse_pack.cu",
     entry="rawops::pack_windows",
-    template=("pointer", "sorted"),
-    choices={"pointer": _POINTERS, "sorted": (False, True)},
-    smoke=({"pointer": "int32", "sorted": True}, {"pointer": "int64", "sorted": False}),
+    template=("pointer", "sorted", "cuts"),
+    choices={"pointer": _POINTERS, "sorted": (False, True), "cuts": (False, True)},
+    smoke=(
+        *({"pointer": "int32", "sorted": is_sorted, "cuts": False} for is_sorted in (False, True)),
+        *({"pointer": "int64", "sorted": is_sorted, "cuts": True} for is_sorted in (False, True)),
+    ),
 )
 PIECES = KernelSpec(
     source="sparse_pack.cu",
@@ -128,8 +131,8 @@ class Packed:
         pointer = self.device.pointer(state)
         values = self._bounds, self._stride, count, groups, longest, self.lanes, PIECE, self.places, self.slots
         state_values = pointer, pointer + 8 * blocks, pointer + 8 * (blocks + blocks * groups)
-        grid = (blocks * groups, 1, 1)
-        self._launch(WINDOWS, grid, _WINDOW, (*values, ends, starts, *state_values), sorted=self.is_sorted)
+        grid, kinds = (blocks * groups, 1, 1), {"sorted": self.is_sorted, "cuts": has_long}
+        self._launch(WINDOWS, grid, _WINDOW, (*values, ends, starts, *state_values), **kinds)
         self.piece_count, self.block_pieces, self.work = 0, [0] * blocks, []
         self.pieces = empty((0,), _INT32)
         # Slices of neighbours, which sorting and cutting in `lanes` make no longer but for rounding up.

@@ -31,13 +31,9 @@ def numpy(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
+@functools.cache  # since NumPy's own takes some microseconds
 def name(dtype) -> str:
     """Return the library's name of a dtype, NumPy scalar type or name."""
-    return dtype.name if isinstance(dtype, np.dtype) else _name_of(dtype)
-
-
-@functools.cache
-def _name_of(dtype) -> str:
     return numpy(dtype).name if isinstance(dtype, str) else np.dtype(dtype).name
 
 
