@@ -20,6 +20,15 @@ template <class T> struct Run {
             for (int i = 0; i < LENGTH; ++i) values.data[i] = i < valid ? source[i] : narrow<T>(Accumulator<T>(0));
         }
     }
+    // The same for what is read once: the L1 keeps nothing of it.
+    __device__ void stream(const T* source, int valid) {
+        if (valid < LENGTH) return load(source, valid);
+        uint4 words;
+        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                     : "l"(source));
+        values = *reinterpret_cast<const Vector<T, LENGTH>*>(&words);
+    }
     __device__ Accumulator<T> operator[](int i) const { return widen(values.data[i]); }
 };
 
@@ -37,7 +46,8 @@ __global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams p
     start_next_launch();
     const GemmShape& shape = params.shape;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, cols = shape.epilogue.cols;
-    const int group = warp / SPLIT, n = (int(blockIdx.x) * GROUPS + group) * WIDTH;
+    const int group = GROUPS == 1 ? 0 : warp / SPLIT, part = GROUPS == 1 ? warp : warp % SPLIT;
+    const int n = (int(blockIdx.x) * GROUPS + group) * WIDTH;
 
     for (int batch = blockIdx.z; batch < shape.batches; batch += gridDim.z) {
         int index[3];
@@ -63,9 +73,9 @@ __global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams p
         auto load = [&](Chunk& x, Chunk (&y)[COLUMNS], int k, int valid) {
             x.load(a + k, valid);
 #pragma unroll
-            for (int i = 0; i < COLUMNS; ++i) y[i].load(columns[i] + k, valid);
+            for (int i = 0; i < COLUMNS; ++i) y[i].stream(columns[i] + k, valid);
         };
-        int k = (warp % SPLIT * kWarpSize + lane) * RUN;
+        int k = (part * kWarpSize + lane) * RUN;
 #pragma unroll 1
         for (; k + (UNROLL - 1) * EXTENT + RUN <= K; k += UNROLL * EXTENT) {
             Chunk x[UNROLL], y[UNROLL][COLUMNS];
@@ -86,10 +96,10 @@ __global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams p
             for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
                 sum[i] += __shfl_xor_sync(~0u, sum[i], distance);
             }
-            if (lane == 0) partial[group][warp % SPLIT][i] = sum[i];
+            if (lane == 0) partial[group][part][i] = sum[i];
         }
         __syncthreads();
-        if (lane == 0 && warp % SPLIT == 0) {
+        if (lane == 0 && part == 0) {
             V value[WIDTH] = {}, up[WIDTH] = {};
 #pragma unroll
             for (int i = 0; i < SPLIT * WIDTH; ++i) {

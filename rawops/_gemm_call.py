@@ -401,7 +401,7 @@ class Product:
         shape = pack_shape(described, (M, N, K, sizes.cols), extents, config.k_per_split, gate)
         if tuned is None:
             if self.is_plain and M == 1 and not tf32 and b_k_major and access_a == access_b == 16:
-                kernel, blocks = _gemm_gemv.plan(device, dtype, out_dtype, activation, sizes.cols)
+                kernel, blocks = _gemm_gemv.plan(device, dtype, out_dtype, activation, sizes.cols, K)
                 grid = (blocks, 1, min(problem.batches, _MAX_GRID_Z))
                 return OneKernel(kernel, grid, (_gemm_gemv.THREADS, 1, 1), 0, shape, None, early=True)
             on_hopper = self.hopper(request, arguments, further, shape)

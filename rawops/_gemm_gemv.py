@@ -8,6 +8,7 @@ from rawops._runtime.kernel import Function, KernelSpec
 
 THREADS = 256  # of a block
 _WARPS_PER_SM = 12  # that keep enough loads on the way
+_LONG = 16384  # bytes of a column
 
 GEMV = KernelSpec(
     source="gemv.cu",
@@ -33,8 +34,8 @@ GEMV = KernelSpec(
 )
 
 
-def plan(device, dtype: str, out_dtype: str, activation: int, cols: int) -> tuple[Function, int]:
-    """Choose the instance, with K shared among more warps where there are few columns.
+def plan(device, dtype: str, out_dtype: str, activation: int, cols: int, K: int) -> tuple[Function, int]:
+    """Choose the instance: among how many warps K is shared.
 
     Parameters
     ----------
@@ -42,8 +43,8 @@ def plan(device, dtype: str, out_dtype: str, activation: int, cols: int) -> tupl
     dtype, out_dtype : str
     activation : int
         The kernels' number.
-    cols : int
-        Columns of the result.
+    cols, K : int
+        Columns of the result, rows of b.
 
     Returns
     -------
@@ -52,7 +53,18 @@ def plan(device, dtype: str, out_dtype: str, activation: int, cols: int) -> tupl
         Its number of blocks.
     """
     groups = -(-cols * max(dtypes.itemsize(dtype), 4) // 16)  # of as many accumulators as 16 bytes hold
-    split = next((n for n in (2, 4) if groups * n >= _WARPS_PER_SM * device.sm_count), 8)
+    split = _split(groups, K * dtypes.itemsize(dtype), device.sm_count, activation == SWIGLU)
     unroll = 1 if activation == SWIGLU else 2  # twice the columns
     choices = {"dtype": dtype, "out_dtype": out_dtype, "split": split, "unroll": unroll, "activation": activation}
     return GEMV.kernel(device, **choices), -(-groups * split // (THREADS // 32))
+
+
+def _split(groups: int, bytes_of_k: int, sm_count: int, gated: bool) -> int:
+    """Return the warps that share a group; as measured on an H200.
+
+    A block of eight has one group and registers for two others beside it on its SM. Two or four do where columns are
+    many enough to keep all SMs busy in one round, and better if groups are long: rounds of eight end raggedly.
+    """
+    fewest = next((n for n in (2, 4) if groups * n >= _WARPS_PER_SM * sm_count), 8)
+    rounds = groups / (3 * sm_count)
+    return fewest if gated or (bytes_of_k > _LONG and rounds < 8) else 8

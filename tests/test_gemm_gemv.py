@@ -78,8 +78,9 @@ def test_alpha_of_zero_reads_nothing(device, view):
 
 
 def test_every_sm_has_enough_on_the_way(monkeypatch):
-    """K is shared among more warps where there are few columns."""
+    """K is shared among eight warps, but for few groups of long columns, which one round of smaller ones takes."""
     monkeypatch.setattr(_gemm_gemv.GEMV, "kernel", lambda _, **choices: choices["split"])
     h200 = SimpleNamespace(sm_count=132)
-    plans = [_gemm_gemv.plan(h200, "float16", "float16", 0, cols) for cols in (28672, 4096, 1024, 1)]
-    assert plans == [(2, 1792), (2, 256), (8, 256), (8, 1)]
+    sizes = [(28672, 4096), (4096, 4096), (1, 64), (4096, 14336), (28672, 14336), (1024, 14336)]
+    plans = [_gemm_gemv.plan(h200, "float16", "float16", 0, *size) for size in sizes]
+    assert plans == [(8, 7168), (8, 1024), (8, 1), (2, 256), (8, 7168), (8, 256)]

@@ -228,6 +228,34 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
     if constexpr (LowRank::kRides) hold(y);
 }
 
+// values = the sums over the cluster, in the order of the ranks: four of them lie at place_of(group). The parts of some
+// groups are under way together, no more than there are registers for: the way from another SM is long.
+template <int CLUSTER, int COUNT, class PlaceOf>
+__device__ inline void add_up_parts(float (&values)[COUNT], PlaceOf place_of) {
+    constexpr int GROUPS = COUNT / 4, AT_A_TIME = max_of(16 / CLUSTER, 1);
+#pragma unroll
+    for (int begin = 0; begin < GROUPS; begin += AT_A_TIME) {
+        float parts[AT_A_TIME][CLUSTER][4];
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME && begin + i < GROUPS; ++i) {
+#pragma unroll
+            for (int rank = 0; rank < CLUSTER; ++rank) load_from_rank(parts[i][rank], place_of(begin + i), rank);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME && begin + i < GROUPS; ++i) {
+            float(&sum)[4] = four(&values[(begin + i) * 4]);
+#pragma unroll
+            for (int v = 0; v < 4; ++v) sum[v] = parts[i][0][v];
+#pragma unroll
+            for (int rank = 1; rank < CLUSTER; ++rank) {
+#pragma unroll
+                for (int v = 0; v < 4; ++v) sum[v] += parts[i][rank][v];
+            }
+            hold(sum);
+        }
+    }
+}
+
 // sum = the block's share of the columns of acc, added up over the cluster; y that rides is added up as a whole. The
 // ring lends its memory, so it must not run on to another tile. All warps of the blocks take part in both barriers; the
 // last cluster_wait() is the caller's, before the block exits.
@@ -238,17 +266,6 @@ __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typena
     constexpr int Y_GROUPS = Tile::LowRank::kRides ? Tile::LowRank::RANK / 8 : 0, SHARE_GROUPS = Tile::SHARE / 8;
     const uint32_t own = ring + (self.number * kWarpGroupSize + self.thread) * 16;
     auto place = [&](int group) { return own + group * THREADS * 16; };
-    auto add_up = [&](float (&values)[4], int group) {
-#pragma unroll
-        for (int rank = 0; rank < Tile::CLUSTER; ++rank) {
-            float part[4];
-            load_from_rank(part, place(group), rank);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) values[i] = rank == 0 ? part[i] : values[i] + part[i];
-        }
-        hold(values);  // or more loads are under way than there are registers for
-    };
-
     sync_group<3, THREADS>();  // no product of this block reads the ring any more
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
@@ -260,13 +277,10 @@ __device__ inline void add_up_cluster(typename Tile::Finished& sum, const typena
     }
     cluster_sync();  // the partial sums are there
     const int first = cluster_rank() * SHARE_GROUPS;
-#pragma unroll
-    for (int group = 0; group < Tile::PARTS * SHARE_GROUPS; ++group) {
-        const int part = group / SHARE_GROUPS * (Tile::COLS / 8);
-        add_up(four(&sum[0][group * 4]), part + first + group % SHARE_GROUPS);
-    }
-#pragma unroll
-    for (int group = 0; group < Y_GROUPS; ++group) add_up(four(&y[group * 4]), GROUPS + group);
+    add_up_parts<Tile::CLUSTER>(sum[0], [&](int group) {
+        return place(group / SHARE_GROUPS * (Tile::COLS / 8) + first + group % SHARE_GROUPS);
+    });
+    if constexpr (Y_GROUPS > 0) add_up_parts<Tile::CLUSTER>(y, [&](int group) { return place(GROUPS + group); });
     cluster_arrive();  // and have been read
 }
 
