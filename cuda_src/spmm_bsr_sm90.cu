@@ -1,113 +1,128 @@
 // A matrix of dense blocks times a dense matrix on the tensor cores: see common/bsr_tile.cuh.
 //
-// One warp fetches, by TMA, what the others multiply: each walks at its own pace, which matters since a step holds
-// tiles for some warps and none for others.
+// One warp fetches, by TMA, what the others multiply, each at its own pace. It has a warpgroup, whose registers go to
+// the others.
 #include "common/bsr_tile.cuh"
 #include "common/hopper.cuh"
 
 namespace rawops {
 
-constexpr int kColumns = 16, kTiles = 80;  // of a stage
+constexpr int kCluster = 2;  // neighbouring groups, which need the same rows of x: each fetches a part for all
 
-// 16 x 64 of x as TMA lays it out.
-struct BoxReader {
-    int lane_offset;
+// The ring that the fetching warp fills.
+template <class T, int WARPS, int STAGES> struct BsrBoxRing {
+    using Chunk = BsrChunk<T, 8>;
+    static constexpr bool kRounded = true;
 
-    __device__ explicit BoxReader(int lane) {
-        const int offset = swizzled_offset<128>(lane % 8 + lane / 8 % 2 * 8, lane / 16);
-        asm volatile("mov.b32 %0, %1;" : "=r"(lane_offset) : "r"(offset));  // once, not for each tile
-    }
-    __device__ uint32_t address(uint32_t box) const { return box + lane_offset; }
-    __device__ void load(uint32_t (&b)[4], uint32_t address, int n, int) const { ldmatrix<true>(b, address ^ n << 5); }
-};
-
-template <class T, int WARPS, int ROWS, int STAGES> struct BsrPipeline {
-    using Stage = BsrStage<T, kColumns, kTiles>;
-    using Warp = BsrRows<T, ROWS, Stage>;
-    static constexpr int COLUMNS = kColumns;
-    static_assert(sizeof(T) == 2, "a row of a box is 128 bytes");
-
-    const SpmvCall& call;
-    const BsrPlan& plan;
-    const TensorMap& map;
-    uint32_t ring;
-    BsrColumn (*columns)[COLUMNS];  // of each stage
+    uint32_t base;
     RingBarriers<STAGES> barriers;
+    int chunk = -1;
+    RingPosition<STAGES> at = {};
+    int chunks, ahead[2];
 
-    __device__ void produce(int step, int last) const {
-        const int lane = threadIdx.x % kWarpSize;
-        RingPosition<STAGES> at;
-        int column = look_up(step, last, lane), next_column = look_up(step + 1, last, lane);
-        BsrStep found = step < last ? plan.steps[step] : BsrStep{}, next = {};
-        for (; step < last; ++step, at.advance()) {
-            const int mine = column;
-            const BsrStep tiles = found;
-            if (step + 1 < last) next = plan.steps[step + 1];
-            column = next_column, next_column = look_up(step + 2, last, lane);  // before anyone waits for it
-            const int count = __popc(__ballot_sync(~0u, mine >= 0));
-            const uint32_t full = barriers.full(at.stage), x_to = ring + at.stage * Stage::BYTES;
-            barrier_wait(barriers.empty(at.stage), at.phase ^ 1);
-            if (lane == 0) {
-                const int column_bytes = plan.columns_a_step * int(sizeof(BsrColumn));
-                const BsrColumn* from = plan.columns + int64_t(step) * plan.columns_a_step;
-                const int bytes = count * Stage::COLUMN_BYTES + tiles.tiles * Stage::TILE_BYTES + column_bytes;
-                barrier_arrive_expect(full, bytes);
-                bulk_load(shared_address(columns[at.stage]), from, column_bytes, full);
-                const char* tiles_from = static_cast<const char*>(call.data) + int64_t(tiles.first) * Stage::TILE_BYTES;
-                bulk_load(x_to + Stage::X_BYTES, tiles_from, tiles.tiles * Stage::TILE_BYTES, full);
-            }
-            for (int c = 0; c < count; c += plan.span) {
-                const int row = __shfl_sync(~0u, mine, c) * kTile;
-                const TensorCoordinates from = {{int(blockIdx.y) * kWidth, row, 0, 0, 0}};
-                if (lane == 0) tma_load(x_to + c * Stage::COLUMN_BYTES, map, from, full);
-            }
-            found = next;
-        }
+    // The rows of x of a column, which never lies before the last one asked for.
+    __device__ uint32_t reach(uint32_t column) {
+        while (chunk < int(column / Chunk::COLUMNS)) next();
+        return base + at.stage * Chunk::BYTES + column % Chunk::COLUMNS * Chunk::COLUMN_BYTES;
     }
 
-    __device__ int look_up(int step, int last, int lane) const {
-        if (step >= last || lane >= plan.columns_a_step) return -1;
-        return plan.columns[int64_t(step) * plan.columns_a_step + lane].column;
-    }
-
-    __device__ void consume(int step, int last, Warp& warp) const {
-        const BoxReader reader(warp.lane);
-        RingPosition<STAGES> at;
-        for (; step < last; ++step, at.advance()) {
-            barrier_wait(barriers.full(at.stage), at.phase);
-            warp.multiply(columns[at.stage], plan.columns_a_step, ring + at.stage * Stage::BYTES, reader);
+    __device__ void next() {
+        if (chunk >= 0) {
             __syncwarp();
-            if (warp.lane == 0) barrier_arrive(barriers.empty(at.stage));
+            const int lane = threadIdx.x % kWarpSize;
+            if (lane < kCluster) barrier_arrive_at_rank(barriers.empty(at.stage), lane);
+            at.advance();
         }
+        ++chunk;
+        barrier_wait(barriers.full(at.stage), at.phase);
+    }
+
+    __device__ void leave() {
+        while (chunk + 1 < chunks) next();
+    }
+
+    // How many chunks there are, read where it is needed: the compiler spills what outlives a change of registers.
+    __device__ const int* count(const BsrPlan& plan, bool reads_a, int cluster) {
+        const int first = plan.chunks[cluster];
+        chunks = reads_a ? plan.chunks[cluster + 1] - first : 0;
+        return plan.columns + int64_t(first) * Chunk::COLUMNS;
+    }
+
+    // The fetching warp, before any barrier. It looks up columns two chunks before it needs them.
+    __device__ void look_ahead(const BsrPlan& plan, bool reads_a, int cluster, int lane) {
+        const int* columns = count(plan, reads_a, cluster);
+        ahead[0] = look_up(columns, 0, lane), ahead[1] = look_up(columns, 1, lane);
+    }
+
+    __device__ void fill(const BsrPlan& plan, bool reads_a, int cluster, const TensorMap& map, int lane) {
+        const int* columns = count(plan, reads_a, cluster);
+        const int span = plan.span;
+        for (chunk = 0; chunk < chunks; ++chunk, at.advance()) {
+            const int mine = ahead[0], count = __popc(__ballot_sync(~0u, mine >= 0));
+            ahead[0] = ahead[1], ahead[1] = look_up(columns, chunk + 2, lane);
+            const uint32_t full = barriers.full(at.stage), to = base + at.stage * Chunk::BYTES;
+            barrier_wait(barriers.empty(at.stage), at.phase ^ 1);
+            if (lane == 0) barrier_arrive_expect(full, count * Chunk::COLUMN_BYTES * Chunk::BOXES);
+            for (int c = cluster_rank() * span; c < count; c += kCluster * span) {
+                const int row = __shfl_sync(~0u, mine, c) * kTile;
+#pragma unroll
+                for (int box = 0; box < Chunk::BOXES; ++box) {
+                    const TensorCoordinates from = {{int(blockIdx.y) * kWidth + box * Chunk::BOX_WIDTH, row, 0, 0, 0}};
+                    const uint32_t box_to = to + box * Chunk::BOX_BYTES + c * Chunk::COLUMN_BYTES;
+                    if (lane == 0) tma_load_multicast(box_to, map, from, full, (1 << kCluster) - 1);
+                }
+            }
+        }
+    }
+
+    __device__ int look_up(const int* columns, int index, int lane) const {
+        return index < chunks && lane < Chunk::COLUMNS ? columns[index * Chunk::COLUMNS + lane] : -1;
     }
 };
+
+// In a register for good: in a cluster, a shared address asks for the block's rank each time it is made.
+__device__ inline uint32_t fixed(uint32_t address) {
+    uint32_t same;
+    asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(address));
+    return same;
+}
 
 template <class T, int WARPS, int ROWS, int STAGES>
-__global__ void __launch_bounds__((WARPS + 1) * kWarpSize, 1)
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(WARPS* kWarpSize + kWarpGroupSize, 1)
     spmm_bsr_sm90(const __grid_constant__ SpmvCall call, const __grid_constant__ DenseShape shape,
                   const __grid_constant__ BsrPlan plan, const __grid_constant__ TensorMap map) {
-    using Pipeline = BsrPipeline<T, WARPS, ROWS, STAGES>;
-    extern __shared__ __align__(1024) unsigned char ring[];
-    __shared__ __align__(16) BsrColumn columns[STAGES][Pipeline::COLUMNS];
-    __shared__ __align__(8) uint64_t barrier_words[2 * STAGES];
+    using Ring = BsrBoxRing<T, WARPS, STAGES>;
+    constexpr bool kNeedsMore = ROWS > 1;  // than the registers a thread that a block of so many warps starts with
+    extern __shared__ __align__(1024) unsigned char storage[];
+    __shared__ __align__(8) uint64_t ring_words[2 * STAGES];
     bool reads_a;  // asked here, and all else at the end: registers are scarce between
     {
         const SpmmEnd<T> end(call, shape);
         if (end.keeps_y) return;
         reads_a = end.reads_a;
     }
-    const Pipeline pipeline = {call, plan, map, shared_address(ring), columns, {shared_address(barrier_words)}};
-    if (threadIdx.x == 0) pipeline.barriers.init(WARPS);
-    __syncthreads();
-    const int index = threadIdx.x / kWarpSize;
-    int step = 0, last = 0;
-    if (reads_a) step = plan.groups[blockIdx.x], last = plan.groups[blockIdx.x + 1];
-    if (index == WARPS) {
-        pipeline.produce(step, last);
+    const int index = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int cluster = blockIdx.x / kCluster, warp = blockIdx.x * WARPS + index;
+    Ring ring = {fixed(shared_address(storage)), {fixed(shared_address(ring_words))}};
+    if (threadIdx.x == 0) {
+        prefetch_tensor_map(map);
+        ring.barriers.init(WARPS * kCluster);
+    }
+    if (index == WARPS) ring.look_ahead(plan, reads_a, cluster, lane);
+    cluster_sync();
+    if (index >= WARPS) {
+        if constexpr (kNeedsMore) release_registers<WARPS == 8 ? 72 : 32>();
+        if (index == WARPS) ring.fill(plan, reads_a, cluster, map, lane);
+        __syncwarp();
+        cluster_sync();
     } else {
-        typename Pipeline::Warp warp(index);
-        pipeline.consume(step, last, warp);
-        warp.finish(SpmmEnd<T>(call, shape), int64_t(blockIdx.x) * WARPS * ROWS * kTile, blockIdx.y * kWidth);
+        if constexpr (kNeedsMore) claim_registers<WARPS == 8 ? 216 : 112>();
+        BsrRows<T, ROWS, typename Ring::Chunk> rows;
+        ring.count(plan, reads_a, cluster);
+        if (reads_a) rows.multiply(call, plan, warp, ring);
+        cluster_arrive();  // what the others fetch for this block has come
+        rows.finish(SpmmEnd<T>(call, shape), int64_t(warp) * ROWS * kTile, blockIdx.y * kWidth);
+        cluster_wait();
     }
 }
 

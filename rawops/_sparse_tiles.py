@@ -19,43 +19,68 @@ BLOCKS = (4, 8, 16, 32)
 TILE = 16
 _WIDTH = 64  # as in bsr_tile.cuh
 _SPARE = 1.5  # times the columns that are wanted, fetched in spans of neighbours
-_LONGEST_SPAN = 16  # 256 rows of x: the most of a TMA box
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What a stage of a kernel's ring holds: tile columns, tiles and bytes."""
+class Layout:
+    """How a kernel shares a product out.
 
+    Attributes
+    ----------
+    warps, rows : int
+        Warps of a group, and tile rows of each where there are many, else one.
+    columns, cluster : int
+        Tile columns of a chunk of the ring, and groups that fetch it together.
+    itemsize : int
+        Bytes of a value.
+    """
+
+    warps: int
+    rows: int
     columns: int
-    tiles: int
-    nbytes: int
+    cluster: int
+    itemsize: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.columns * TILE * _WIDTH * self.itemsize
+
+    def rows_of(self, tile_rows: int, tiles_n: int, sm_count: int) -> int:
+        """Return the tile rows of a warp: tall groups fetch less of x, as long as there are enough of them."""
+        return self.rows if -(-tile_rows // (self.warps * self.rows)) * tiles_n >= 0.6 * sm_count else 1
 
     def stages(self, device) -> int:
-        """Return how many stages a device has room for, at most 4."""
-        return min((device.max_shared_bytes - _STATIC_BYTES) // self.nbytes, _STAGES[-1])
+        """Return how many chunks a device has room for."""
+        return min((device.max_shared_bytes - _STATIC_BYTES) // self.chunk_bytes, _STAGES[-1])
 
 
-# As in spmm_bsr_sm90.cu, and by the bytes of a value in spmm_bsr.cu
-_STAGE_SM90 = Stage(16, 80, 72 << 10)
-_STAGE = {2: Stage(8, 64, 48 << 10), 4: Stage(4, 32, 48 << 10)}
-_STATIC_BYTES = 2 << 10  # of shared memory, for what the stages have beside the ring
-_STAGES = (2, 3, 4)
+_STATIC_BYTES = 1 << 10  # of shared memory, at most
+# By the bytes of a value, as in spmm_bsr_sm90.cu and spmm_bsr.cu
+_SM90 = {
+    2: Layout(warps=16, rows=2, columns=8, cluster=2, itemsize=2),
+    4: Layout(warps=8, rows=4, columns=8, cluster=2, itemsize=4),
+}
+_SM80 = {
+    2: Layout(warps=8, rows=4, columns=8, cluster=1, itemsize=2),
+    4: Layout(warps=8, rows=4, columns=4, cluster=1, itemsize=4),
+}
+_STAGES = tuple(range(2, 15))
+_HEIGHTS = {"warps": (8, 16), "rows": (1, 2, 4)}
 
 BSR_PLAN = ParamStruct(
     "BsrPlan",
-    **dict.fromkeys(("columns", "steps", "groups"), "pointer"),
-    **dict.fromkeys(("columns_a_step", "span"), "int32"),
+    **dict.fromkeys(("columns", "chunks", "pairs", "places"), "pointer"),
+    span="int32",
 )
-_HEIGHTS = {"warps": (8, 16), "rows": (1, 2)}  # warps of a group, and tile rows of each
 BSR = KernelSpec(
     source="spmm_bsr.cu",
     entry="rawops::spmm_bsr",
     template=("dtype", "warps", "rows", "stages"),
     choices={"dtype": ("float16", "bfloat16", "float32"), **_HEIGHTS, "stages": _STAGES},
     smoke=(
-        {"dtype": "float16", "warps": 8, "rows": 1, "stages": 4},
-        {"dtype": "bfloat16", "warps": 16, "rows": 2, "stages": 2},
-        *({"dtype": "float32", "warps": 8 * rows, "rows": rows, "stages": 2} for rows in (1, 2)),
+        {"dtype": "float16", "warps": 8, "rows": 1, "stages": 6},
+        {"dtype": "bfloat16", "warps": 8, "rows": 4, "stages": 10},
+        *({"dtype": "float32", "warps": 8, "rows": rows, "stages": 6} for rows in (1, 4)),
     ),
     params=CALL,
 )
@@ -63,12 +88,14 @@ BSR_SM90 = KernelSpec(
     source="spmm_bsr_sm90.cu",
     entry="rawops::spmm_bsr_sm90",
     template=("dtype", "warps", "rows", "stages"),
-    choices={"dtype": ("float16", "bfloat16"), **_HEIGHTS, "stages": _STAGES},
+    choices={"dtype": ("float16", "bfloat16", "float32"), **_HEIGHTS, "stages": _STAGES},
     smoke=(
-        {"dtype": "float16", "warps": 8, "rows": 1, "stages": 3},
-        {"dtype": "bfloat16", "warps": 16, "rows": 2, "stages": 3},
+        {"dtype": "float16", "warps": 16, "rows": 1, "stages": 14},
+        {"dtype": "bfloat16", "warps": 16, "rows": 2, "stages": 14},
+        *({"dtype": "float32", "warps": 8, "rows": rows, "stages": 7} for rows in (1, 4)),
     ),
     min_arch=90,
+    max_arch=100,
     params=CALL,
 )
 BSR_SIMT = KernelSpec(
@@ -112,7 +139,7 @@ class Blocks:
 
 
 class OnTensorCores:
-    """Products of 16-bit values, or of float32 in TF32, by spmm_bsr.cu.
+    """Products of 16-bit values, or of float32 in TF32, by spmm_bsr_sm90.cu and, before Hopper, spmm_bsr.cu.
 
     The tiles are kept in the kernel's order, once for each height of a group and kernel that a product has asked for.
     """
@@ -125,26 +152,25 @@ class OnTensorCores:
         """Launch on an aligned x; see `aligned`."""
         device, pointer = self.device, self.device.pointer
         tile_rows, tiles_n = -(-y.shape[0] // TILE), -(-y.shape[1] // _WIDTH)
-        warps, rows = _height(tile_rows, tiles_n, device.sm_count)
-        groups = -(-tile_rows // (warps * rows))
-        is_sm90 = BSR_SM90.exists_on(device.capability) and x.itemsize == 2 and _STAGE_SM90.stages(device) > 1
-        stage = _STAGE_SM90 if is_sm90 else _STAGE[x.itemsize]
-        key = warps * rows, stage
+        is_sm90 = BSR_SM90.exists_on(device.capability)
+        layout = (_SM90 if is_sm90 else _SM80)[x.itemsize]
+        rows = layout.rows_of(tile_rows, tiles_n, device.sm_count)
+        groups = -(-tile_rows // (layout.warps * rows * layout.cluster)) * layout.cluster
+        key = layout, rows
         if key not in self.packed:
-            self.packed[key] = pack_tiles(self.blocks, warps * rows, groups, stage)
-        packed = self.packed[key]
+            self.packed[key] = pack_tiles(self.blocks, layout, rows, groups)
+        packed, stages = self.packed[key], layout.stages(device)
         call = CALL.pack(pointer(packed.tiles), 0, 0, pointer(x), pointer(y), *alpha, *beta, 0, 0, *self.blocks.shape)
-        addresses = map(pointer, (packed.columns, packed.steps, packed.groups))
-        plan = BSR_PLAN.pack(*addresses, packed.columns_a_step, packed.span)
-        values = call, dense_shape(device, x, y, 2), plan
-        names = {"dtype": dtypes.name(x.dtype), "warps": warps, "rows": rows, "stages": stage.stages(device)}
-        threads = warps * 32
+        addresses = map(pointer, (packed.columns, packed.chunks, packed.pairs, packed.places))
+        values = call, dense_shape(device, x, y, 16 // y.itemsize), BSR_PLAN.pack(*addresses, packed.span)
+        names = {"dtype": dtypes.name(x.dtype), "warps": layout.warps, "rows": rows, "stages": stages}
+        threads, shared_bytes = layout.warps * 32, stages * layout.chunk_bytes
         if is_sm90:
             kernel = BSR_SM90.kernel(device, **names)
-            values, threads = (*values, _map(device, x, packed.span)), threads + 32
+            values, threads = (*values, _map(device, x, packed.span)), threads + 128
         else:
             kernel = BSR.kernel(device, **names)
-        kernel.launch((groups, tiles_n, 1), (threads, 1, 1), values, names["stages"] * stage.nbytes)
+        kernel.launch((groups, tiles_n, 1), (threads, 1, 1), values, shared_bytes)
 
 
 class OnCudaCores:
@@ -169,17 +195,12 @@ class OnCudaCores:
         kernel.launch(grid, (warps * 32, 1, 1), (call, dense_shape(self.device, x, y, per_lane)))
 
 
-def _height(tile_rows: int, tiles_n: int, sm_count: int) -> tuple[int, int]:
-    """Return the warps of a group and their tile rows: tall ones fetch less of x, as long as there are enough."""
-    return (16, 2) if -(-tile_rows // 32) * tiles_n >= 0.6 * sm_count else (8, 1)
-
-
 def _map(device, x, span: int) -> bytes:
     """Return the tensor map of x, whose boxes are the rows of so many tile columns."""
     step = max(x.strides[0], 16)
     shape, strides = (1, 1, 1, *x.shape), (16, 16, 16, step, x.itemsize)
-    box = 1, 1, 1, TILE * span, _WIDTH
-    found = TensorMap(device.pointer(x), x.dtype, shape, strides, box, swizzle=128)
+    box = 1, 1, 1, TILE * span, 128 // x.itemsize
+    found = TensorMap(device.pointer(x), x.dtype, shape, strides, box, swizzle=128, tf32=x.itemsize == 4)
     return found.encode_emulated() if device.is_emulated else found.encode_driver()
 
 
@@ -203,66 +224,60 @@ def dense_shape(device, x, y, vector: int) -> bytes:
 
 @dataclass(frozen=True)
 class Packed:
-    """Tiles in the kernels' order, and the columns and steps as bsr_tile.cuh has them."""
+    """Tiles in the kernels' order, and the plan as bsr_tile.cuh has it."""
 
     tiles: Any
     columns: Any
-    steps: Any
-    groups: Any
-    columns_a_step: int
+    chunks: Any
+    pairs: Any
+    places: Any
     span: int
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.tiles, self.columns, self.steps, self.groups))
+        return sum(x.nbytes for x in (self.tiles, self.columns, self.chunks, self.pairs, self.places))
 
 
-def pack_tiles(blocks: Blocks, height: int, groups: int, stage: Stage) -> Packed:
-    """Lay a matrix out for groups of so many tile rows. It synchronises."""
-    xp = module_of(blocks.data)
+def pack_tiles(blocks: Blocks, layout: Layout, rows: int, groups: int) -> Packed:
+    """Lay a matrix out for groups whose warps have so many tile rows. It synchronises."""
+    xp, warps = module_of(blocks.data), layout.warps
     tiles, row, col = _tiles(xp, blocks)
     exists = (row * TILE < blocks.shape[0]) & (col * TILE < blocks.shape[1])
     tiles, row, col = tiles[exists], row[exists], col[exists]
-    cols = -(-blocks.shape[1] // (TILE * stage.columns)) * stage.columns  # no span reaches into the next group
-    key = row // height * cols + col
-    order = xp.argsort(key * height + row % height)
-    row, key = row[order], key[order]
-    columns_a_step, fullest = stage.columns, stage.tiles + 1
-    while fullest > stage.tiles:
-        *found, span, fullest = _columns(xp, key, row % height, cols, groups, columns_a_step)
-        columns_a_step //= 2
-    return Packed(_in_fragments(tiles[order]), *found, 2 * columns_a_step or 1, span)
+    cols = -(-blocks.shape[1] // (TILE * layout.columns)) * layout.columns  # no span reaches into the next cluster
+    order = xp.argsort((row // rows * cols + col) * rows + row % rows)
+    row, col, warp = row[order], col[order], row[order] // rows
+    key, owner = xp.unique(warp // (warps * layout.cluster) * cols + col, return_inverse=True)
+    columns, chunks, place, span = _columns(xp, key, cols, groups // layout.cluster, layout)
+    counts = xp.bincount(warp, minlength=groups * warps)
+    pairs = xp.zeros(counts.size + 1, np.int32)
+    pairs[1:] = xp.cumsum(-(-counts // 2))
+    to = pairs[warp] * 2 + xp.arange(warp.size) - (xp.cumsum(counts) - counts)[warp]
+    filled = xp.zeros((int(pairs[-1]) * 2, TILE, TILE), tiles.dtype)
+    places = xp.zeros(filled.shape[0], np.int32)
+    filled[to], places[to] = tiles[order], place[owner.ravel()] << rows | xp.left_shift(1, row % rows)
+    return Packed(_in_fragments(filled), columns, chunks, pairs, places, span)
 
 
-def _columns(xp, key, row, cols: int, groups: int, columns_a_step: int) -> tuple:
-    """Return the columns and steps of all groups, where their steps begin, the span, and the tiles of the fullest step.
+def _columns(xp, key, cols: int, clusters: int, layout: Layout) -> tuple:
+    """Return the columns of all chunks, where those of clusters begin, the place of each column, and the span.
 
-    `key` numbers the column of each tile, group after group, in rising order.
+    `key` numbers the tile columns that clusters have, one cluster after another, in rising order.
     """
-    is_first = _is_first(xp, key)
-    owner, first = xp.cumsum(is_first) - 1, xp.flatnonzero(is_first)
-    key = key[first]
-    masks = xp.bincount(owner, xp.left_shift(1, row).astype(np.float64), first.size)  # exact: sums of bits
-    span = min(columns_a_step, _LONGEST_SPAN)
+    per_chunk, span = layout.columns, layout.columns // layout.cluster  # each group fetches a part
     while span > 1 and int(_is_first(xp, key // span).sum()) * span > _SPARE * key.size:
         span //= 2
     is_unit = _is_first(xp, key // span)
     units = key[is_unit] // span
-    begin = xp.searchsorted(units, xp.arange(groups + 1) * (cols // span))
-    starts = xp.zeros(groups + 1, np.int32)
-    starts[1:] = xp.cumsum(-(-(begin[1:] - begin[:-1]) * span // columns_a_step))
-    group = units * span // cols
-    place = starts[group] * columns_a_step + (xp.arange(units.size) - begin[group]) * span
-    found = place[xp.cumsum(is_unit) - 1] + key % span
-    counts = xp.bincount(found[owner] // columns_a_step, minlength=max(int(starts[-1]), 1))
-    steps = xp.stack([xp.cumsum(counts) - counts, counts], 1).astype(np.int32)
-    columns = xp.zeros((counts.size * columns_a_step, 4), np.uint32)
-    columns[:, 0] = 0xFFFFFFFF
+    begin = xp.searchsorted(units, xp.arange(clusters + 1) * (cols // span))
+    chunks = xp.zeros(clusters + 1, np.int32)
+    chunks[1:] = xp.cumsum(-(-(begin[1:] - begin[:-1]) * span // per_chunk))
+    cluster = units * span // cols
+    place = (xp.arange(units.size) - begin[cluster]) * span  # of each unit in its cluster
+    columns = xp.full(max(int(chunks[-1]), 1) * per_chunk, -1, np.int32)
     numbers = xp.arange(span)
-    columns[place[:, None] + numbers, 0] = (units[:, None] * span % cols + numbers).astype(np.uint32)
-    columns[found, 1] = masks.astype(np.uint32)
-    columns[found, 2] = (first - steps[found // columns_a_step, 0]).astype(np.uint32)
-    return columns, steps, starts, span, int(counts.max())
+    columns[(chunks[cluster] * per_chunk + place)[:, None] + numbers] = units[:, None] * span % cols + numbers
+    return columns, chunks, place[xp.cumsum(is_unit) - 1] + key % span, span
 
 
 def _is_first(xp, key):
@@ -295,10 +310,11 @@ def _tiles(xp, blocks: Blocks) -> tuple:
 def _in_fragments(tiles):
     """Return tiles in the order in which the lanes of a warp hold them: 16 bytes a lane, see mma.cuh.
 
-    Bits of a row: half, g (3); of a column, for 16-bit values: half, t (2), pair; for 32-bit ones: step, half, t (2).
+    Bits of a row: half, g (3); of a column, for 16-bit values: half, t (2), pair; for 32-bit ones: step, t (2), which
+    of two that the atom has apart, see bsr_tile.cuh.
     """
     if tiles.itemsize == 2:
         bits = tiles.reshape(-1, 2, 8, 2, 4, 2)  # row half, g, column half, t, pair
         return bits.transpose(0, 2, 4, 3, 1, 5).copy()
-    bits = tiles.reshape(-1, 2, 8, 2, 2, 4)  # row half, g, step, column half, t
-    return bits.transpose(0, 3, 2, 5, 4, 1).copy()
+    bits = tiles.reshape(-1, 2, 8, 2, 4, 2)  # row half, g, step, t, which of two
+    return bits.transpose(0, 3, 2, 4, 5, 1).copy()

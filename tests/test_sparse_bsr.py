@@ -69,26 +69,28 @@ def test_promotion(device, rng):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("density", [0.02, 1])
 def test_tall_groups(device, rng, monkeypatch, dtype, density):
-    """32 tile rows to a group, which the rule takes for many of them only; full ones take several steps."""
-    monkeypatch.setattr(_sparse_tiles, "_height", lambda *sizes: (16, 2))
+    """32 tile rows to a group, which the rule takes for many of them only, and cp.async, as before Hopper."""
+    monkeypatch.setattr(_sparse_tiles.BSR_SM90, "max_arch", 80)
+    monkeypatch.setattr(_sparse_tiles.Layout, "rows_of", lambda layout, *sizes: layout.rows)
     A, dense = put_bsr(device, rng, (33, 7), 16, dtype, density)
     x = integers(rng, (112, 64), dtype)
     y = A.matmat(device.put(x), precision="tf32" if dtype == "float32" else None)
     same(device, y, (dense @ x.astype(float)).astype(dtype))
 
 
-@pytest.mark.parametrize(("height", "density"), [((8, 1), 0.03), ((8, 1), 0.5), ((16, 2), 0.3), ((16, 2), 1)])
-def test_on_hopper(hopper, rng, monkeypatch, height, density):
-    """Single columns and spans of them, full stages, rings that wrap; a ragged last column of tiles."""
-    monkeypatch.setattr(_sparse_tiles, "_height", lambda *sizes: height)
+@pytest.mark.parametrize("dtype", [BFLOAT16, "float32"], ids=str)
+@pytest.mark.parametrize(("is_tall", "density"), [(False, 0.03), (False, 0.5), (True, 0.3), (True, 1)])
+def test_on_hopper(hopper, rng, monkeypatch, is_tall, density, dtype):
+    """Clusters of two groups, one of them without tiles; single columns and spans; rings that wrap; ragged edges."""
+    monkeypatch.setattr(_sparse_tiles.Layout, "rows_of", lambda layout, *sizes: layout.rows if is_tall else 1)
     monkeypatch.setattr(_sparse_tiles, "_STAGES", (2,))
-    A, dense = put_bsr(hopper, rng, (9, 75), 8, BFLOAT16, density)
-    x = integers(rng, (600, 100), BFLOAT16)
-    out = hopper.guarded((72, 100), BFLOAT16)
-    A.matmat(hopper.put(x), out=out)
+    A, dense = put_bsr(hopper, rng, (19, 75), 8, dtype, density)
+    x = integers(rng, (600, 100), dtype)
+    out = hopper.guarded((152, 100), dtype)
+    A.matmat(hopper.put(x), out=out, precision="tf32" if dtype == "float32" else None)
     if hopper.is_emulated:
         assert "spmm_bsr_sm90" in hopper.report[-1].kernel
-    same(hopper, out, (dense @ x.astype(float)).astype(BFLOAT16).astype(float))
+    same(hopper, out, (dense @ x.astype(float)).astype(dtype).astype(float))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

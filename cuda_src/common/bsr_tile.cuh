@@ -1,15 +1,16 @@
-// What the tensor-core products of block-sparse matrices share: the plan, and a warp's part of a step.
+// What the tensor-core products of block-sparse matrices share: the plan, and a warp's walk over its tiles.
 //
 // A lies in tiles of 16 x 16, each in the order in which the lanes of a warp hold it. A block of threads takes a group
-// of tile rows and 64 columns of the result, and walks over the tile columns in which the group has tiles: of each it
-// fetches 16 rows of x once, for all tile rows.
+// of tile rows and 64 columns of the result, and each warp some of the rows. What their tiles meet of x, 16 rows for
+// each tile column, goes once through a ring in shared memory, in chunks of some tile columns:
 //
-//              tile columns 3 5 9 ...          x
-//   warp 0     [ A . . A | . A . . ]    16 x 64 of tile column 3
-//   warp 1     [ . . A . | A A . . ]    16 x 64 of 5
-//   ...          step 0     step 1      ...
+//              tile columns 3 5 9 ...         the ring
+//   warp 0     [ A . . A | . A . . ]    chunk 0: 16 x 64 of x for 3, for 5, ...
+//   warp 1     [ . . A . | A A . . ]    chunk 1
 //
-// A step is some of these columns: their rows of x and all of their tiles, in one stage of a ring in shared memory.
+// No other warp needs a warp's tiles: it reads them straight into registers, two of them while it multiplies two others.
+// (More would not help: a warp can wait for few different things, and so waits for all loads of a row of them.) The ring
+// is long, so that a warp with many tiles in a chunk does not keep the others waiting.
 #pragma once
 #include "mma.cuh"
 #include "spmm.cuh"
@@ -18,103 +19,183 @@ namespace rawops {
 
 constexpr int kTile = 16, kWidth = 64;
 
-struct BsrColumn {
-    int column;     // of tiles; -1: none, which fills a group's last step
-    uint32_t mask;  // the group's tile rows that have a tile here
-    int first;      // of these tiles, counted from the step's first
-    int unused;
-};
-
-struct BsrStep {
-    int first, tiles;
-};
-
 struct BsrPlan {
-    const BsrColumn* columns;  // by group and column
-    const BsrStep* steps;
-    const int* groups;  // (groups + 1): where the steps of each begin
-    int columns_a_step;
-    int span;  // neighbouring columns, from a multiple of it on, that are all there if one of them is
+    const int* columns;  // of tiles, by cluster (of groups, on Hopper) and chunk; -1: none, which fills the last chunk
+    const int* chunks;   // (clusters + 1): where those of each begin
+    const int* pairs;    // of tiles, (warps of all groups + 1): where those of each begin, in the order of their columns
+    const int* places;   // of each tile: the place of its column among its cluster's, then a bit for each of ROWS; none
+                         // has a bit where it fills the last pair
+    int span;            // neighbouring columns, from a multiple of it on, that are all there if one of them is
 };
 
-// What a stage of the ring holds: 16 rows of x for each of COLUMNS tile columns, and their tiles.
-template <class T, int COLUMNS_, int TILES> struct BsrStage {
-    static constexpr int COLUMNS = COLUMNS_;
-    static constexpr int TILE_BYTES = kTile * kTile * int(sizeof(T));
-    static constexpr int COLUMN_BYTES = kTile * kWidth * int(sizeof(T));
-    static constexpr int X_BYTES = COLUMNS * COLUMN_BYTES, BYTES = X_BYTES + TILES * TILE_BYTES;
+// A chunk of the ring: boxes of 128 bytes a row, swizzled as TMA does it, with 16 rows for each tile column.
+template <class T, int COLUMNS_> struct BsrChunk {
+    static constexpr int COLUMNS = COLUMNS_, ROW_BYTES = 128;
+    static constexpr int BOX_WIDTH = ROW_BYTES / int(sizeof(T)), BOXES = kWidth / BOX_WIDTH;
+    static constexpr int COLUMN_BYTES = kTile * ROW_BYTES, BOX_BYTES = COLUMNS * COLUMN_BYTES;
+    static constexpr int BYTES = BOXES * BOX_BYTES;
+};
+
+// B fragments of a tile column's rows of x, two registers for each part of 8 columns. 16 bits: part n is columns 8 n to
+// 8 n + 7. 32 bits, to read 16 bytes at once: part n is columns n % 4, n % 4 + 4, ... of box n / 4, and the k that the
+// atom has as t and t + 4 are rows 2 t and 2 t + 1, as in the tiles.
+template <class T, class Chunk> struct BsrReader {
+    static __device__ int offset(int lane) {
+        if constexpr (sizeof(T) == 2) return swizzled_offset<128>(lane % 16, lane / 16);
+        else return swizzled_offset<128>(lane % 4 * 2, lane / 4);
+    }
+
+    // x: the column's rows, plus the lane's offset. kRounded: float32 is TF32 already.
+    template <bool kRounded> static __device__ void load(uint32_t (&b)[kWidth / 8][2], uint32_t x, int step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (sizeof(T) == 2) {
+                uint32_t r[4];
+                ldmatrix<true>(r, x ^ i << 5);
+                b[2 * i][0] = r[0], b[2 * i][1] = r[1], b[2 * i + 1][0] = r[2], b[2 * i + 1][1] = r[3];
+            } else {
+                const int box = i / 2, k = i % 2;  // row 2 t + k of 8
+                uint32_t r[4];
+                load_quad(r, (x ^ k * 144) + step * 1024 + box * Chunk::BOX_BYTES);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) b[4 * box + j][k] = kRounded ? r[j] : round_to_tf32(r[j]);
+            }
+        }
+    }
+
+    static __device__ void load_quad(uint32_t (&r)[4], uint32_t address) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(address)
+                     : "memory");
+    }
 };
 
 // A warp's ROWS tile rows of a group.
-template <class T, int ROWS, class Stage> struct BsrRows {
+template <class T, int ROWS, class Chunk> struct BsrRows {
     using Atom = MmaAtom<T>;
     static constexpr int K_STEPS = kTile / Atom::K;
 
-    int lane, warp;
+    struct Tile {
+        uint4 a[K_STEPS];
+        uint32_t place;
+    };
+
+    int lane;
     float sums[ROWS][kWidth / 8][4];
 
-    __device__ explicit BsrRows(int warp) : lane(threadIdx.x % kWarpSize), warp(warp) {
+    __device__ BsrRows() : lane(threadIdx.x % kWarpSize) {
 #pragma unroll
         for (int i = 0; i < ROWS * kWidth / 2; ++i) sums[i / (kWidth / 2)][i / 4 % (kWidth / 8)][i % 4] = 0;
     }
 
-    // A step, whose rows of x and tiles lie from `stage` on. A Reader reads 16 x 16 of x as two B fragments.
-    template <class Reader>
-    __device__ void multiply(const BsrColumn* columns, int count, uint32_t stage, const Reader& reader) {
-        uint32_t mask = 0, found = 0;
-        if (lane < count) mask = columns[lane].mask, found = columns[lane].first;
-        // Of this warp's rows: where the tiles begin, and in the low bits, which are zero in a number of bytes, which.
-        const uint32_t rows = mask >> warp * ROWS & ((1u << ROWS) - 1);
-        found = (found + __popc(mask & ((1u << warp * ROWS) - 1))) * Stage::TILE_BYTES | rows;
-        for (uint32_t todo = __ballot_sync(~0u, rows != 0); todo != 0; todo &= todo - 1) {
-            const int c = __ffs(todo) - 1;
-            const uint32_t has = __shfl_sync(~0u, found, c);
-            const uint32_t x = reader.address(stage + c * Stage::COLUMN_BYTES);
-            const uint32_t tile = stage + Stage::X_BYTES + lane * 16 + (has & ~((1u << ROWS) - 1));
+    // All of the tiles of a warp, counted over all groups. A ring gives the shared address of a column's rows of x.
+    template <class Ring> __device__ void multiply(const SpmvCall& call, const BsrPlan& plan, int warp, Ring& ring) {
+        const int offset = BsrReader<T, Chunk>::offset(lane), last = plan.pairs[warp + 1];
+        int pair = plan.pairs[warp];
+        Tile found[2], next[2];
+        if (pair < last) fetch(next, call, plan, pair);
+        while (pair < last) {
 #pragma unroll
-            for (int i = 0; i < K_STEPS * kWidth / 32; ++i) {  // 32 columns of the result at a time spare registers
-                const int k = i % K_STEPS, half = i / K_STEPS * 2;
-                uint32_t b[2][4];
-                reader.load(b[0], x, half, k);
-                reader.load(b[1], x, half + 1, k);
+            for (int i = 0; i < 2; ++i) found[i] = next[i];
+            if (++pair < last) fetch(next, call, plan, pair);
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-                    if ((has >> r & 1) == 0) continue;
-                    const int before = __popc(has & ((1u << r) - 1)) * Stage::TILE_BYTES;
-                    uint32_t a[4];
-                    load_a(a, tile + before + k * (Stage::TILE_BYTES / K_STEPS));
+            for (int i = 0; i < 2; ++i) multiply<Ring::kRounded>(found[i], ring.reach(found[i].place >> ROWS) + offset);
+        }
+        ring.leave();
+    }
+
+    __device__ void fetch(Tile (&tiles)[2], const SpmvCall& call, const BsrPlan& plan, int pair) const {
 #pragma unroll
-                    for (int n = 0; n < 4; ++n) {
-                        Atom::multiply(sums[r][2 * half + n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-                    }
+        for (int i = 0; i < 2; ++i) {
+            const int64_t tile = 2 * int64_t(pair) + i;
+            const uint4* from = static_cast<const uint4*>(call.data) + tile * (K_STEPS * kWarpSize) + lane;
+#pragma unroll
+            for (int k = 0; k < K_STEPS; ++k) tiles[i].a[k] = load_now(from + k * kWarpSize);
+            tiles[i].place = load_now(plan.places + tile);
+        }
+    }
+
+    // Loads that stay where they are written, before what the compiler would put first.
+    static __device__ uint4 load_now(const uint4* from) {
+        uint4 r;
+        asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                     : "l"(from));
+        return r;
+    }
+    static __device__ uint32_t load_now(const int* from) {
+        uint32_t r;
+        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(r) : "l"(from));
+        return r;
+    }
+
+    // A tile times its column's rows of x. What a branch holds is so much that the compiler leaves the branch there: in
+    // its place would come predicated products for every r, which take their time whether or not they are done.
+    template <bool kRounded> __device__ void multiply(const Tile& tile, uint32_t x) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if ((tile.place >> r & 1) == 0) continue;
+            uint32_t b[K_STEPS][kWidth / 8][2];
+#pragma unroll
+            for (int k = 0; k < K_STEPS; ++k) BsrReader<T, Chunk>::template load<kRounded>(b[k], x, k);
+#pragma unroll
+            for (int k = 0; k < K_STEPS; ++k) {
+                uint32_t a[4] = {tile.a[k].x, tile.a[k].y, tile.a[k].z, tile.a[k].w};
+                if constexpr (is_same<T, float>) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(a[i]);
+                }
+#pragma unroll
+                for (int n = 0; n < kWidth / 8; ++n) Atom::multiply(sums[r][n], a, b[k][n][0], b[k][n][1]);
+            }
+        }
+    }
+
+    // `first_row` is that of the warp, `first_column` that of the 64.
+    __device__ void finish(const SpmmEnd<T>& end, int64_t first_row, int first_column) const {
+        constexpr int VEC = 16 / int(sizeof(T));
+        const int t = lane % 4;
+#pragma unroll
+        for (int i = 0; i < ROWS * 2; ++i) {
+            const int64_t row = first_row + i / 2 * kTile + i % 2 * 8 + lane / 4;
+            T* y_row = end.row_of(row);
+#pragma unroll
+            for (int n = 0; n < kWidth / 8; n += 4) {
+                float pairs[4][2];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) pairs[j / 2][j % 2] = sums[i / 2][n + j / 2][i % 2 * 2 + j % 2];
+                float values[8 / VEC][VEC];
+                if constexpr (sizeof(T) == 2) {  // from 2 columns of each part to all of the part with this lane's number
+                    exchange(pairs, t);
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) values[0][j] = pairs[j / 2][j % 2];
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) values[j / 4][j % 4] = pairs[j % 4][j / 4];
+                }
+#pragma unroll
+                for (int j = 0; j < 8 / VEC; ++j) {
+                    const int column = first_column + n * 8 + t * 8 + j * VEC;
+                    if (row < end.call.rows && column < end.shape.columns) end.finish_vector(y_row, column, values[j]);
                 }
             }
         }
     }
 
-    static __device__ void load_a(uint32_t (&a)[4], uint32_t address) {
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                     : "r"(address)
-                     : "memory");
-        if constexpr (is_same<T, float>) {
+    // Transposes 4 x 4 pairs among four lanes: pair j of lane t becomes pair t of lane j.
+    static __device__ void exchange(float (&pairs)[4][2], int t) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(a[i]);
-        }
-    }
-
-    // `first_row` is that of the group, `first_column` that of the 64.
-    __device__ void finish(const SpmmEnd<T>& end, int64_t first_row, int first_column) const {
+        for (int bit = 1; bit <= 2; bit *= 2) {
+            const bool is_high = (t & bit) != 0;
 #pragma unroll
-        for (int i = 0; i < ROWS * 2; ++i) {
-            const int64_t row = first_row + (warp * ROWS + i / 2) * kTile + i % 2 * 8 + lane / 4;
-            if (row >= end.call.rows) continue;
-            T* y_row = end.row_of(row);
-#pragma unroll
-            for (int n = 0; n < kWidth / 8; ++n) {
-                const int column = first_column + n * 8 + lane % 4 * 2;
-                const float pair[2] = {sums[i / 2][n][i % 2 * 2], sums[i / 2][n][i % 2 * 2 + 1]};
-                if (column < end.shape.columns) end.finish_vector(y_row, column, pair);
+            for (int i = 0; i < 8; ++i) {
+                const int j = i / 2, half = i % 2;
+                if ((j & bit) != 0) continue;
+                float &low = pairs[j][half], &high = pairs[j + bit][half];
+                const float received = __shfl_xor_sync(~0u, is_high ? low : high, bit);
+                if (is_high) low = received;
+                else high = received;
             }
         }
     }

@@ -58,6 +58,13 @@ template <class T, int ROWS_, int COLS_> struct SharedTile {
     }
 };
 
+// Byte offset in a box as TMA lays it out: rows of ROW_BYTES (32, 64 or 128), swizzled over as many. Eight neighbouring
+// rows of one 16-byte chunk hit eight different banks. The box must start at a multiple of 8 * ROW_BYTES.
+template <int ROW_BYTES> __device__ inline int swizzled_offset(int row, int chunk) {
+    static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "the swizzles of TMA");
+    return row * ROW_BYTES + ((chunk ^ (row * ROW_BYTES / 128 & (ROW_BYTES / 16 - 1))) << 4);
+}
+
 template <int BYTES> struct BitsOf { using Type = uint32_t; };
 template <> struct BitsOf<1> { using Type = unsigned char; };
 template <> struct BitsOf<2> { using Type = uint16_t; };

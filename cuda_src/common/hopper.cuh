@@ -121,6 +121,17 @@ __device__ inline void tma_load_once(uint32_t destination, const TensorMap& map,
         : "memory");
 }
 
+// As tma_load, into each block of the cluster whose rank has a bit in `ranks`, at the same addresses.
+__device__ inline void tma_load_multicast(uint32_t destination, const TensorMap& map, const TensorCoordinates& from,
+                                          uint32_t barrier, int ranks) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(destination),
+        "l"(&map), "r"(from.at[0]), "r"(from.at[1]), "r"(from.at[2]), "r"(from.at[3]), "r"(from.at[4]), "r"(barrier),
+        "h"(static_cast<uint16_t>(ranks))
+        : "memory");
+}
+
 // Copies a box from shared memory; what lies outside the tensor is not written.
 __device__ inline void tma_store(const TensorMap& map, const TensorCoordinates& to, uint32_t source) {
     asm volatile(
@@ -252,6 +263,19 @@ __device__ inline void cluster_sync() {
     cluster_wait();
 }
 
+// Arrives at another block's barrier. The arrival is ordered as within a block, since .release.cluster takes 0.8 us: what
+// this thread has read of what the other block will overwrite must be in use by now.
+__device__ inline void barrier_arrive_at_rank(uint32_t barrier, int rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
 // Reads from where `address` lies in another block of the cluster.
 __device__ inline void load_from_rank(float (&values)[4], uint32_t address, int rank) {
     asm volatile(
@@ -309,13 +333,6 @@ __device__ inline void add_global(float* address, const float (&values)[4]) {
 }
 
 // --- swizzled tiles -------------------------------------------------------------------------------------------------
-
-// Byte offset in a box as TMA lays it out: rows of ROW_BYTES (32, 64 or 128), swizzled over as many. Eight neighbouring
-// rows of one 16-byte chunk hit eight different banks. The box must start at a multiple of 8 * ROW_BYTES.
-template <int ROW_BYTES> __device__ inline int swizzled_offset(int row, int chunk) {
-    static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "the swizzles of TMA");
-    return row * ROW_BYTES + ((chunk ^ (row * ROW_BYTES / 128 & (ROW_BYTES / 16 - 1))) << 4);
-}
 
 // Stores four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
