@@ -35,9 +35,10 @@ public:
     using Query = typename State::Query;
     static constexpr int STEPS = State::STEPS, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
     static constexpr int KEPT = 256;  // lengths that fit into shared memory
-    // Whether the L2 is asked for the first tiles early, instead of copies that start before lengths are certain: 16-bit
-    // rows take so many requests that these cost what they save, and for both there are not registers enough.
-    static constexpr bool kPrefetches = Tile::kScaled;
+    // Tiles of each warp that the L2 is asked for early: rows of 16 bits take so many requests that more would cost what
+    // they save. And whether copies start before lengths are certain: with 8 bits there are not registers enough.
+    static constexpr int PREFETCHED = Tile::kScaled ? STAGES : 1;
+    static constexpr bool kCopiesEarly = !Tile::kScaled;
 
     __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, Query* queries_, char* rings)
         : params(p),
@@ -70,14 +71,15 @@ public:
             if (is_early) {
                 is_early = is_new = false;
 #pragma unroll
-                for (const Wanted& next : wanted) {
-                    if (kPrefetches && next.head >= 0) Tile::prefetch(params.pool, next.page, next.token, next.head, lane);
+                for (int i = 0; i < PREFETCHED; ++i) {
+                    const Wanted& next = wanted[i];
+                    if (next.head >= 0) Tile::prefetch(params.pool, next.page, next.token, next.head, lane);
                 }
                 await_launch_before();
                 continue;
             }
             const bool changed = !is_new && have_changed(kept);
-            if (!kPrefetches) refill();
+            if (kCopiesEarly) refill();
             if (is_new || !__syncthreads_or(changed)) break;
             cp_async_wait<0>();
             read = filled = ring + (STAGES - 1) * Tile::BYTES;

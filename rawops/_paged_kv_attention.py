@@ -64,8 +64,9 @@ def select_config(head_dim: int, kv_dtype: str, rows: int, is_shared: bool, max_
     """Choose the most stages that leave an SM two blocks, or one where two would have no ring.
 
     Two blocks of four warps keep the memory busy while one of them is between items. Where many blocks share each item,
-    they are few and large, so that there is less to put together at the end. Bytes take so much longer to multiply that
-    they need six warps. Both only where a warp has no more than 8 rows, which leaves it registers.
+    or an item has two SMs, they are few and large, so that there is less to put together at the end. Bytes take so much
+    longer to multiply that they need six warps. Both only where a warp has no more than 8 rows, which leaves it
+    registers.
     """
     static = 32 * head_dim + 2560  # queries, lengths, and what the warps tell each other
     wanted = [(4, 2), (4, 1), (2, 1)]
@@ -134,13 +135,14 @@ CLUSTERS = KernelSpec(
     template=_IN_CLUSTERS,
     choices={name: _CHOICES[name] for name in _IN_CLUSTERS[:-1]} | {"head_dim": HEAD_DIMS[:4], "cluster": (2,)},
     smoke=[
-        {name: choice for name, choice in _smoke(d).items() if name in _IN_CLUSTERS} | {"cluster": n}
-        for d, n in ((64, 2), (128, 2))
+        {name: choice for name, choice in _smoke(d, is_shared=shared).items() if name in _IN_CLUSTERS} | {"cluster": 2}
+        for d, shared in ((64, False), (128, False), (128, True))
     ],
     min_arch=90,
     params=PARAMS,
 )
 _CLUSTER_ROWS = 4  # SPARE_ROWS in paged_attention.cu
+_LONG = 768  # tokens, from where 12 warps on each of two SMs have enough to do
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,11 @@ def plan_launch(
     padded = next(d for d in HEAD_DIMS if d >= head_dim)
     rows = 8 if group <= 8 and not ragged else _ROWS
     shares = 2 * device.sm_count // max(pool.batch * pool.num_heads * -(-group // rows), 1)
-    is_shared = shares > _MANY_BLOCKS and not options.num_splits
+    may_cluster = not ragged and not options.num_splits and padded <= 128 and pool.dtype in DTYPES
+    may_cluster = may_cluster and group <= _CLUSTER_ROWS and CLUSTERS.exists_on(device.capability)
+    has_two_sms = may_cluster and padded == 128 and _in_pairs(device.sm_count, pool.batch * pool.num_heads)
+    is_shared = shares > _MANY_BLOCKS or (has_two_sms and pool.capacity >= _LONG)
+    is_shared = is_shared and not options.num_splits
     tile = select_config(padded, pool.dtype, rows, is_shared, device.max_shared_bytes)
     choices = {"dtype": dtypes.name(q.dtype), "kv_dtype": pool.dtype, "head_dim": padded}
     choices |= {"access": pool.access, "ragged": ragged, "rows": rows}
@@ -232,12 +238,10 @@ def plan_launch(
         blocks = items * options.num_splits
     else:
         blocks = max(min(device.sm_count * tile.blocks, items * tiles // tile.warps), 1)
-    kernel, cluster = KERNEL, blocks // max(items, 1)
-    if cluster in CLUSTERS.choices["cluster"] and CLUSTERS.exists_on(device.capability) and not options.num_splits:
-        is_narrow = padded <= 128 and pool.dtype in DTYPES and group <= _CLUSTER_ROWS
-        if is_narrow and not ragged and items * cluster >= blocks - blocks // 16:
-            kernel, blocks = CLUSTERS, items * cluster
-            choices = {name: choices[name] for name in _IN_CLUSTERS[:-1]} | {"cluster": cluster}
+    kernel = KERNEL
+    if may_cluster and _in_pairs(blocks, items):
+        kernel, blocks = CLUSTERS, 2 * items
+        choices = {name: choices[name] for name in _IN_CLUSTERS[:-1]} | {"cluster": 2}
     q_strides, copies_q = [s // q.dtype.itemsize for s in q.strides], False
     if q_strides[2] != 1 or q_address % 4 or any(x % 2 for x in (head_dim, *q_strides[:2])):
         even = head_dim + head_dim % 2
@@ -255,6 +259,11 @@ def plan_launch(
         rule=(scale * _LOG2_E, options.softcap),
         copies_q=copies_q,
     )
+
+
+def _in_pairs(places: int, items: int) -> bool:
+    """Tell whether two blocks an item take nearly all places, as the kernel finds it too."""
+    return places // max(items, 1) == 2 and 2 * items >= places - places // 16
 
 
 # --- calls ----------------------------------------------------------------------------------------------------------

@@ -197,6 +197,40 @@ def test_clusters_with_an_idle_block(device, rng, monkeypatch):
         close(*run(device, p, q), *decode_reference(q, p), "float16", 144)
 
 
+def test_clusters_of_large_blocks(device, rng, monkeypatch):
+    """Twelve warps a block, two blocks an item."""
+    plan = _paged_kv_attention.plan_launch
+    config = _paged_kv_attention.Config(12, 2, 1)
+
+    def in_pairs(device, *args, **kind):
+        launch = plan(device, *args, **kind)
+        if not _paged_kv_attention.CLUSTERS.exists_on(device.capability):
+            return launch
+        choices = {"dtype": "float16", "head_dim": 128, "access": 16, "warps": 12, "stages": 2, "blocks": 1}
+        changes = {"grid": (6, 1, 1), "block": (384, 1, 1), "shared_bytes": config.shared_bytes(128, "float16")}
+        kernel = _paged_kv_attention.CLUSTERS.kernel(device, **choices, cluster=2)
+        return dataclasses.replace(launch, function=kernel, **changes)
+
+    monkeypatch.setattr(_paged_kv_attention, "plan_launch", in_pairs)
+    forget_plans(monkeypatch)
+    with rawops.emulate(arch="sm_90a", check=True) if device.is_emulated else contextlib.nullcontext():
+        p = Paged(rng, [400, 399, 385], 1, 128, 16)
+        q = queries(rng, 3, 4, 128)
+        close(*run(device, p, q), *decode_reference(q, p), "float16", 400)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lens", [[900] * 8, [900, 870, 10, 0, 900, 33, 512, 1]], ids=["alike", "not alike"])
+def test_sequences_and_heads_for_all_sms(rng, lens):
+    """On a Hopper of 132 SMs two of them have an item."""
+    import cupy
+
+    p = Paged(rng, lens, 8, 128, 16)
+    q = queries(rng, 8, 32, 128)
+    out, lse = rawops.paged_attention(*map(cupy.asarray, (q, p.pages, p.table, p.lens)), return_lse=True)
+    close(out.get(), lse.get(), *decode_reference(q, p), "float16", 900)
+
+
 def test_batch_does_not_matter_with_one_split(device, rng):
     p = Paged(rng, LENS, 2, 64, 16)
     q = queries(rng, len(LENS), 4, 64)
