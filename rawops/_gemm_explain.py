@@ -118,6 +118,8 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
             is_int8 = options.dtype == "int8"
             hopper = BytesProblem(**vars(hopper), promotion=_promotion(options), is_int8=is_int8)
         found.why.append("Hopper's kernel: operands of 8 or 16 bits, or for TF32, that TMA can read.")
+        if hopper.transposed:
+            found.why.append("TF32 with a row-major b: the product of the transposes, whose rows are columns of D.")
         if any("gemm_reduce" in kernel for kernel in kernels):
             cost = _gemm_sm90.select_config(hopper, device.sm_count, room).cost
             count = _gemm_sm90_split.slices(hopper, cost, device.sm_count, room)

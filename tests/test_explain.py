@@ -125,6 +125,11 @@ def test_gemm_on_another_card(capsys):
         (["--offset", "2", "--split-k", "2"], "gemm_repack", "copied first"),
         (["--split-k", "2"], "gemm_sm80", "split_k is given"),
         (["--dtype", "float32", "--precision", "tf32"], "gemm_sm90<float, float", "Hopper's kernel: "),
+        (
+            ["--dtype", "float32", "--precision", "tf32", "--layout", "nn"],
+            "gemm_sm90<float, float",
+            "of the transposes",
+        ),
         (["--dtype", "float32"], "gemm_simt", "does not take float32"),
         (["--out-dtype", "float32"], "gemm_sm90<__nv_bfloat16, float", "Hopper's kernel: "),
         (["--activation", "swiglu", "--bias"], ", 5, 2, ", "Hopper's kernel: "),

@@ -11,6 +11,7 @@ from rawops._gemm_call import Product, scalars
 from rawops._gemm_operands import Options
 from rawops._gemm_steps import ONE, ZERO
 from rawops._runtime import arrays
+from rawops._runtime.kernel import Function
 
 
 class Memory:
@@ -166,6 +167,56 @@ def test_a_result_over_an_input_is_never_a_launch_alone(repeated):
     for _ in range(3):
         product._note(launch, (*addresses, ONE, ZERO), addresses)
     assert set(launch.bound.values()) == {None}
+
+
+class Loaded:
+    """Stands in for code on a GPU, whose launches are noted."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls, self.compiled = name, calls, None
+
+    def launch(self, grid, block, values, shared_bytes=0, early=False):
+        self.calls.append((self.name, values, shared_bytes, early))
+
+    def bind(self, grid, block, values, shared_bytes=0, early=False):
+        return lambda: self.calls.append((self.name, "alone", early))
+
+
+def test_a_launch_alone_takes_an_edited_kernel_into_use():
+    calls = []
+    function = Function.__new__(Function)
+    function._use(Loaded("first", calls))
+    again = function.bind((1, 1, 1), (32, 1, 1), (7,), 64, True)
+    again()
+    function._use(Loaded("second", calls))
+    again()
+    assert calls == [("first", "alone", True), ("second", (7,), 64, True)]
+
+
+@pytest.mark.gpu
+def test_a_launch_alone_goes_to_the_current_stream_of_any_thread():
+    import threading
+
+    import cupy
+
+    a, b = (cupy.ones((64, 64), np.float16) for _ in range(2))
+    out, found = cupy.empty((64, 64), np.float16), []
+    op = rawops.Gemm(64, 64, 64, "float16")
+
+    def work():
+        for _ in range(4):
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                cupy.cuda.Device().synchronize()
+                out.fill(0)
+                op(a, b, out=out)
+                found.append(float(out.astype(np.float32).sum()))
+                stream.synchronize()
+
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [64.0**3] * 8
 
 
 def test_a_thread_has_a_context_before_it_encodes_maps(monkeypatch):
