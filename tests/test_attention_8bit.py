@@ -105,6 +105,15 @@ def test_masks(hopper, force, rng, mask):
     check(hopper, operands(rng, B=2, Sq=Sq, Sk=Sk), **options)
 
 
+@pytest.mark.parametrize("scale", [0.3, 40.0])
+def test_growing_scores(hopper, force, rng, scale):
+    """Maxima that rise from block to block: weights that would be too large are made again."""
+    force(64)
+    q, k, v = operands(rng, Sq=66, Sk=330)
+    k = (k.astype(np.float32) * np.linspace(4, 0.1, 330)[:, None, None]).astype(FLOAT8)  # the last keys come first
+    check(hopper, (q, k, v), softmax_scale=scale)
+
+
 def test_every_key_is_in_its_place(hopper, force, rng):
     """Equal weights, and values that tell their key and column: sums that come out exactly."""
     force(96)

@@ -23,7 +23,7 @@ template <class Tile> __device__ void transpose_values(const AttentionExchange<T
 template <class Tile> class AttentionConsumer {
 public:
     using T = typename Tile::T;
-    using Softmax = OnlineSoftmax<Tile::kBytes ? 2 : 8, Tile::kBytes ? 6 : 0>;  // e4m3 counts to 448
+        using Softmax = OnlineSoftmax<Tile::kBytes ? 2 : 8, Tile::kBytes ? 4 : 0, Tile::kBytes ? 448 : 4096>;  // e4m3 ends there
 
     __device__ AttentionConsumer(const AttentionParams& params_, const AttentionExchange<Tile>& exchange_, int number_)
         : params(params_), exchange(exchange_), number(number_), thread(threadIdx.x % kWarpGroupSize) {
@@ -68,15 +68,7 @@ private:
             } else if (kIsBare) {
                 const AttentionTask& work = exchange.work.at(slot_work);
                 const int left = uniform(block - work.keys.first), plain = uniform(work.plain_below(block));
-                // Those that all rows see, and nothing to be asked between one and the next: most of the time goes here.
-#pragma unroll 1
-                for (int i = 0; i < plain; ++i) {
-                    begin_step(s, o, p);
-                    wgmma_wait<1>();
-                    hold(s);
-                    release_keys(i + 1 == left);
-                    finish_step(s, o, p, softmax, scale_of(work));
-                }
+                run_plain(s, o, p, softmax, scale_of(work), plain, plain == left);
                 block -= plain;
                 is_last = plain == left;
             }
@@ -114,6 +106,43 @@ private:
         finish(slot_work, o, softmax, place_q(before(slot_q)));
     }
 
+    // Blocks that all rows see, with nothing to be asked between one and the next: most of the time goes here. Nobody
+    // looks for the maximum of their scores. The weights are made relative to the bases as they are, which nearly always
+    // is right; if not, the scores are made again. `ends`: the last block is the tile's.
+    __device__ void run_plain(typename Tile::Scores& s, typename Tile::Output& o, typename Tile::Weights& p,
+                              Softmax& softmax, float scale, int count, bool ends) {
+        float shift[2] = {softmax.shift(0), softmax.shift(1)};
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            begin_step(s, o, p);
+            wgmma_wait<1>();
+            hold(s);
+            if constexpr (!kGuesses) {
+                release_keys(ends && i + 1 == count);
+                finish_step(s, o, p, softmax, scale);
+                continue;
+            }
+            float total[2];
+            const bool fits = Softmax::weigh(s, scale, shift, total);
+            const bool is_right = uniform(!sync_group_or<kWarpGroupSize>(kFirstId + number, !fits));
+            wgmma_wait<0>();
+            hold(o);
+            release_values(before(slot));
+            if (is_right) {
+                softmax.sum[0] += total[0], softmax.sum[1] += total[1];
+            } else {
+                float correction[2];
+                multiply_keys(s);
+                wgmma_wait<0>();
+                hold(s);
+                if (softmax.add(s, scale, correction, 0)) rescale(o, correction);
+                shift[0] = softmax.shift(0), shift[1] = softmax.shift(1);
+            }
+            release_keys(ends && i + 1 == count);
+            AttentionAtom<T>::narrow(p, s);
+        }
+    }
+
     // Issues the scores of the next keys and the product of these weights with their values.
     __device__ void begin_step(typename Tile::Scores& s, typename Tile::Output& o, const typename Tile::Weights& p) const {
         await_keys();
@@ -131,11 +160,13 @@ private:
         wgmma_wait<0>();
         hold(o);
         release_values(before(before(slot)));
-        if (moves) {
-#pragma unroll
-            for (int i = 0; i < Tile::DV / 2; ++i) o[i] *= correction[i / 2 % 2];
-        }
+        if (moves) rescale(o, correction);
         AttentionAtom<T>::narrow(p, s);
+    }
+
+    static __device__ void rescale(typename Tile::Output& o, const float (&correction)[2]) {
+#pragma unroll
+        for (int i = 0; i < Tile::DV / 2; ++i) o[i] *= correction[i / 2 % 2];
     }
 
     // The first block of the first tile: its weights. Tells whether its values are to be looked at one by one.
@@ -248,6 +279,7 @@ private:
 
     static constexpr bool kDrops = (Tile::kScore & kScoreDropout) != 0;
     static constexpr bool kPlain = (Tile::kScore & ~kScoreDropout) == 0;
+    static constexpr bool kGuesses = Tile::DV <= 128;  // wider rows leave no registers for scores made again
     static constexpr bool kIsBare = Tile::kScore == 0;  // nothing becomes of scores that all rows see, nor of weights
 
     const AttentionParams& params;

@@ -7,10 +7,11 @@
 namespace rawops {
 
 // The softmax of a thread's two rows, r and r + 8, as the blocks of keys come in. Weights are 2 ** (score - base +
-// kGain), where `base` is the row's maximum or up to kLag behind it, so that most blocks leave it alone: the weights'
-// type has to have room for 2 ** (kLag + kGain).
-template <int kLag_, int kGain_> struct OnlineSoftmax {
-    static constexpr float kLag = kLag_, kGain = kGain_;
+// kGain), where `base` is the row's maximum or behind it, so that most blocks leave it alone: by up to kLag, or, where
+// nobody looks for the maximum, by what keeps a thread's sum of a block's weights below kMost. The weights' type has to
+// have room for both.
+template <int kLag_, int kGain_, int kMost_> struct OnlineSoftmax {
+    static constexpr float kLag = kLag_, kGain = kGain_, kMost = kMost_;
     // From here on, base is so coarse that a product has to be rounded as it was: fused with the difference, it would
     // give the weight of the maximum an error of its own.
     static constexpr float kFar = 4096;
@@ -20,7 +21,8 @@ template <int kLag_, int kGain_> struct OnlineSoftmax {
 
     // Turns scores into weights. Where some row of the warp has a new base, the result is true, and earlier weights are
     // to be multiplied by `correction`.
-    template <int COUNT> __device__ bool add(float (&s)[COUNT], float scale, float (&correction)[2]) {
+    template <int COUNT>
+    __device__ bool add(float (&s)[COUNT], float scale, float (&correction)[2], float lag = kLag) {
         bool moves = false, is_far = false;  // as few rows are
         float shift[2];
 #pragma unroll
@@ -43,7 +45,7 @@ template <int kLag_, int kGain_> struct OnlineSoftmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float most = shift[half] * scale;
-            const bool is_new = most > base[half] + kLag;
+            const bool is_new = most > base[half] + lag;
             correction[half] = is_new ? exp2_fast(base[half] - most) : 1;
             if (is_new) base[half] = most;
             moves |= is_new;
@@ -72,6 +74,27 @@ template <int kLag_, int kGain_> struct OnlineSoftmax {
             sum[half] = sum[half] * correction[half] + (total[0] + total[1]);
         }
         return moves;
+    }
+
+    // What `weigh` takes off a row's scores: so little that weights overflow, where that takes more thought.
+    __device__ float shift(int half) const {
+        const float known = base[half] - kGain;
+        return fabsf(known) > kFar ? -infinity() : known;
+    }
+
+    // Turns scores into weights without a look at their maximum, whose sums are `total`. False if a weight of the thread is
+    // too large for that, or no number.
+    template <int COUNT>
+    static __device__ bool weigh(float (&s)[COUNT], float scale, const float (&shift)[2], float (&total)[2]) {
+        float parts[2][2] = {};
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            s[i] = exp2_fast(fmaf(s[i], scale, -shift[i / 2 % 2]));
+            parts[i / 2 % 2][i % 2] += s[i];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) total[half] = parts[half][0] + parts[half][1];
+        return total[0] < kMost && total[1] < kMost;
     }
 
     // The sums over whole rows, at the end.
