@@ -197,6 +197,12 @@ def test_clusters_with_an_idle_block(device, rng, monkeypatch):
         close(*run(device, p, q), *decode_reference(q, p), "float16", 144)
 
 
+def test_more_sequences_than_lengths_are_kept(device, rng):
+    p = Paged(rng, [*[3, 1, 0, 5] * 65, 40], 1, 64, 16)
+    q = queries(rng, 261, 2, 64)
+    close(*run(device, p, q), *decode_reference(q, p), "float16", 40)
+
+
 def test_clusters_of_large_blocks(device, rng, monkeypatch):
     """Twelve warps a block, two blocks an item."""
     plan = _paged_kv_attention.plan_launch
