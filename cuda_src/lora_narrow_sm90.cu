@@ -20,6 +20,7 @@ struct NarrowParams {
     int64_t a_row, a_col, y_row;
     int M, K, rank, batches;
     int extents[3], moves[3];  // of the batch; 0 for an axis along which x stays where it is
+    int waits;                 // for the launch before, at the start: it may have made x or a
 };
 
 constexpr int kNarrowGroups = 2, kNarrowAtoms = 2, kNarrowRows = 64 * kNarrowGroups * kNarrowAtoms;
@@ -104,7 +105,6 @@ template <class T, int RANKS, bool kXByK, bool kAByK, class Tile = NarrowTile<RA
 __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __grid_constant__ NarrowParams params) {
     extern __shared__ __align__(1024) char memory[];
     using OperandX = WgmmaOperand<kXByK, kNarrowK>;
-    start_next_launch();
     const uint32_t ring = shared_address(memory);
     const RingBarriers<Tile::STAGES> barriers{ring + Tile::BARRIERS_AT};
     const int group = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0), thread = threadIdx.x % kWarpGroupSize;
@@ -115,6 +115,8 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __gr
         prefetch_tensor_map(params.x);
     }
     __syncthreads();
+    if (params.waits) await_launch_before();
+    start_next_launch();
 
     const FactorLoader<T, Tile> factor(params, first_rank, thread);
     StageCopies<Tile::STAGES, 3> copies{barriers};
@@ -174,7 +176,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __gr
         }
     }
     copies.finish();
-    await_launch_before();  // if this one is early: the next launch waits for this one alone
+    await_launch_before();  // if this one has not: the next launch waits for this one alone
 }
 
 }  // namespace rawops

@@ -399,7 +399,7 @@ def plan(
     else:
         spec, choices["ping_pong"] = SM90, config.ping_pong
     kernel = spec.kernel(device, **choices)
-    early = low_rank is None and may_begin_early(config.blocks, device.sm_count)
+    early = (low_rank is None or config.rides) and may_begin_early(config.blocks, device.sm_count)
     return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call, early)
 
 

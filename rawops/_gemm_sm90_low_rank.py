@@ -13,7 +13,12 @@ from rawops._runtime.kernel import ParamStruct
 
 _BLOCK_K = 64
 _CALL = ParamStruct(
-    "LowRankCall", a="tensormap", b="tensormap", y="pointer", y_row="int64", rank="int32", scaling="float32"
+    "LowRankCall",
+    **dict.fromkeys(("a", "b"), "tensormap"),
+    **dict.fromkeys(("elements", "y"), "pointer"),
+    **dict.fromkeys(("a_row", "y_row"), "int64"),
+    rank="int32",
+    scaling="float32",
 )
 
 
@@ -58,6 +63,6 @@ class LowRank:
         @functools.lru_cache(maxsize=64)
         def call(scaling: float, a_address: int, b_address: int, y_address: int = 0, y_row: int = 0) -> bytes:
             maps = encode(device, describe, (a_address, b_address))
-            return _CALL.pack(*maps, y_address, y_row, rank, scaling)
+            return _CALL.pack(*maps, a_address, y_address, a.row, y_row, rank, scaling)
 
         return call

@@ -19,8 +19,11 @@ PLACES = 4  # that a block of the shrink kernel looks at where it need not sort
 
 # Columns of a tile of 128 rows that leave the ranks registers, by whether b is K-major, and the parts of a gated tile.
 _WIDEST = {(True, 1): 176, (True, 2): 160, (False, 1): 192, (False, 2): 128}
+_NARROWEST_IN_TURN, _WIDEST_IN_TURN = 144, 176  # the same where consumers take turns
+_WAVES_IN_TURN = 4  # from which on it pays that one finishes a tile while the other multiplies
 _IN_ORDER = 64  # rows at most
-_BUFFERS = {64: 2, 128: 1}  # by the height of a tile: a warp's place for sixteen ranks of b of one adapter
+_BUFFERS = {64: 2, 128: 1}  # by the height of a tile: a warp's places for sixteen ranks of b of one adapter
+_BUFFERS_IN_TURN = 3  # the same of a consumer that takes turns
 
 # --- kernels --------------------------------------------------------------------------------------------------------
 
@@ -105,19 +108,20 @@ def _sm80(kind: str, accesses: tuple[int, ...]) -> KernelSpec:
 SM80 = {"16-bit": _sm80("16-bit", (16, 8)), "16-bit narrow": _sm80("16-bit narrow", (16, 8, 4, 2))}
 
 
-def _sm90(entry: str, cluster: dict, *smoke: tuple) -> KernelSpec:
+def _sm90(entry: str, further: dict, *smoke: tuple) -> KernelSpec:
     choices = {
         "dtype": DTYPES,
         "out_dtype": (*DTYPES, "float32"),
         "block_m": (64, 128),
         "block_n": tuple(range(16, 257, 16)),
         "stages": tuple(range(2, 9)),
-        **cluster,
+        **{name: values for name, values in further.items() if name == "cluster"},
         "b_k_major": (True, False),
         "activation": LAYOUT_CHOICES["activation"],
         "finish": (PLAIN, DIRECT),
         "buffers": (1, 2, 3),
         "in_order": (False, True),
+        **{name: values for name, values in further.items() if name == "ping_pong"},
     }
     return KernelSpec(
         source="lora_multi_sm90.cu",
@@ -127,18 +131,19 @@ def _sm90(entry: str, cluster: dict, *smoke: tuple) -> KernelSpec:
         smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
         min_arch=90,
         max_arch=90,
-        spills={"sm_90a": 8},
     )
 
 
 SM90 = _sm90(
     "lora_multi_sm90",
-    {},
-    ("bfloat16", "bfloat16", 64, 224, 4, True, 0, PLAIN, 2, True),
-    ("float16", "float16", 64, 256, 3, False, 0, PLAIN, 2, True),
-    ("float16", "float16", 64, 256, 3, False, 0, PLAIN, 2, False),
-    ("bfloat16", "bfloat16", 128, 176, 4, True, 0, PLAIN, 1, False),
-    ("float16", "float16", 128, 128, 4, False, SWIGLU, DIRECT, 1, False),
+    {"ping_pong": (False, True)},
+    ("bfloat16", "bfloat16", 64, 224, 4, True, 0, PLAIN, 2, True, False),
+    ("float16", "float16", 64, 256, 3, False, 0, PLAIN, 2, True, False),
+    ("float16", "float16", 64, 256, 3, False, 0, PLAIN, 2, False, False),
+    ("bfloat16", "bfloat16", 128, 176, 4, True, 0, PLAIN, 1, False, False),
+    ("bfloat16", "bfloat16", 128, 176, 5, True, 0, PLAIN, 3, False, True),
+    ("float16", "float16", 128, 176, 5, True, 0, PLAIN, 3, False, True),
+    ("float16", "float16", 128, 128, 4, False, SWIGLU, DIRECT, 1, False, False),
 )
 SM90_CLUSTER = _sm90(
     "lora_multi_sm90_cluster", {"cluster": (2, 8)}, ("bfloat16", "bfloat16", 64, 128, 7, 2, True, 0, PLAIN, 2, True)
@@ -175,12 +180,19 @@ def _with_buffers(config, problem, max_shared_bytes: int) -> tuple:
     The buffers take the place of the staging tile, if there is one, and what more they need.
     """
     share = config.share(problem)
-    staging = 0 if problem.finish == DIRECT else config.rows * share * 2
-    buffers = _BUFFERS[config.block_m] * 128 * share * problem.parts  # of a consumer: sixteen ranks for each warp
+    staging = 0 if problem.finish == DIRECT else config.rows * config.pass_cols(problem) * 2
+    column_bytes = _BUFFERS_IN_TURN * 32 if config.ping_pong else _BUFFERS[config.block_m] * 4 * 32
+    buffers = column_bytes * share * problem.parts  # of a consumer
     more = config.consumers * (max(buffers, staging) - staging)
     stages = (max_shared_bytes - config.other_bytes(problem) - more) // config.stage_bytes(problem)
     config = replace(config, stages=min(stages, config.stages))
     return config, config.shared_bytes(problem) + more
+
+
+def _takes_turns(problem, config) -> bool:
+    """Tell whether the consumers of a configuration of `gemm` go on taking turns: K-major, without an epilogue."""
+    fits = config.block_m == 128 and config.block_n >= _NARROWEST_IN_TURN and problem.b_k_major
+    return config.ping_pong and fits and problem.finish == PLAIN and config.waves >= _WAVES_IN_TURN
 
 
 def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, in_order: bool):
@@ -190,11 +202,12 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
     """
     problem = _gemm_sm90.describe_problem(operands, M, N, K, extents, activation)
     config = _gemm_sm90.select_config(problem, device.sm_count, device.max_shared_bytes)
-    config = replace(config, ping_pong=False)
-    width = _WIDEST[problem.b_k_major, problem.parts]
+    in_turn = _takes_turns(problem, config)
+    config = replace(config, ping_pong=in_turn)
+    width = _WIDEST_IN_TURN if in_turn else _WIDEST[problem.b_k_major, problem.parts]
     if config.block_m == 128 and config.block_n > width:
         sizes = device.sm_count, device.max_shared_bytes
-        config = _gemm_sm90.configure(problem, *sizes, config.block_m, width, config.cluster)
+        config = _gemm_sm90.configure(problem, *sizes, config.block_m, width, config.cluster, in_turn)
     b, out = operands["b"], operands["out"]
     problem = replace(problem, finish=PLAIN if problem.finish == PLAIN else DIRECT)
     config, shared_bytes = _with_buffers(config, problem, device.max_shared_bytes)
@@ -207,11 +220,13 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         "b_k_major": problem.b_k_major,
         "activation": activation,
         "finish": problem.finish,
-        "buffers": _BUFFERS[config.block_m],
+        "buffers": _BUFFERS_IN_TURN if in_turn else _BUFFERS[config.block_m],
         "in_order": in_order,
     }
     if config.cluster > 1:
         choices["cluster"] = config.cluster
+    else:
+        choices["ping_pong"] = in_turn
     x = operands["a"] if in_order else Operand(b.dtype, b.itemsize, 0, row_of_sorted(K), 1, [0, 0, 0])
     maps = _gemm_sm90.tensor_maps(
         device, {**operands, "a": x}, replace(problem, a_k_major=True), config, (M, N, K), extents

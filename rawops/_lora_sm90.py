@@ -17,7 +17,7 @@ _NARROW = ParamStruct(
     **dict.fromkeys(("a", "y"), "pointer"),
     **dict.fromkeys(("a_row", "a_col", "y_row"), "int64"),
     **dict.fromkeys(("M", "K", "rank", "batches"), "int32"),
-    **dict.fromkeys(("extent_0", "extent_1", "extent_2", "moves_0", "moves_1", "moves_2"), "int32"),
+    **dict.fromkeys(("extent_0", "extent_1", "extent_2", "moves_0", "moves_1", "moves_2", "waits"), "int32"),
 )
 NARROW = KernelSpec(
     source="lora_narrow_sm90.cu",
@@ -70,13 +70,13 @@ class NarrowProduct:
         describe = [map_of(x, (M, x.row), (K, x.col), x_by_k, NARROW_ROWS if x_by_k else 64, 64, extents)]
         self._map = functools.lru_cache(maxsize=64)(lambda address: encode(device, describe, (address,))[0])
 
-    def run(self, x: int, a: int, y: int, early: bool = False) -> None:
+    def run(self, x: int, a: int, y: int, beside: bool = False) -> None:
         """Launch on these addresses.
 
-        With `early` it may begin beside the launch before, which must neither write x or a nor use the memory of y.
+        With `beside` it runs beside the launch before, which must neither write x or a nor use the memory of y.
         """
-        params = _NARROW.pack(self._map(x), a, y, *self._numbers)
-        self._kernel.launch(self._grid, (_THREADS, 1, 1), (params,), self._shared_bytes, early)
+        params = _NARROW.pack(self._map(x), a, y, *self._numbers, not beside)
+        self._kernel.launch(self._grid, (_THREADS, 1, 1), (params,), self._shared_bytes, True)
 
 
 def _shared_bytes(ranks: int) -> int:

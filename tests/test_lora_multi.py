@@ -198,7 +198,7 @@ def check_intermediate_past_65504(device, dtype):
     """x @ a of 64 * 64 * K beside one of 1: no limit for the one, no loss for the other."""
     K = 512 if device.is_emulated else 4096
     x, c = np.full((3, K), 64, DTYPES[dtype]), np.zeros((K, 40), DTYPES[dtype])
-    op = MultiLoRA(device.put(c), 1, 16)
+    op = MultiLoRA(device.put(c.T.copy()).T, 1, 16)
     a, b = np.full((K, 16), 64, DTYPES[dtype]), np.full((16, 40), 2.0**-14, DTYPES[dtype])
     load(device, op, {0: (a, b, 1.0)})
     for _ in range(2):
@@ -214,7 +214,7 @@ def check_intermediate_is_float32(device, rng, dtype):
     """In a float32 result, where a rounding of x @ a to 16 bits would show."""
     M, N, K, rank = 20, 40, 96, 24
     x = (rng.standard_normal((M, K)) * 200).astype(DTYPES[dtype])
-    op = MultiLoRA(device.put(np.zeros((K, N), DTYPES[dtype])), 1, rank)
+    op = MultiLoRA(device.put(np.zeros((N, K), DTYPES[dtype])).T, 1, rank)
     a, b = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in ((K, rank), (rank, N)))
     a = (a.astype(np.float32) * 200).astype(DTYPES[dtype])
     load(device, op, {0: (a, b, 1.7)})
@@ -236,7 +236,7 @@ def check_non_finite_values(device, rng, dtype):
     """Infinity and NaN in one adapter or row of x reach what IEEE arithmetic says, and no other row or column."""
     M, N, K = 12, 40, 24
     x, c = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
-    op = MultiLoRA(device.put(c), 3, 8, slices=[(0, 20), (20, 37)])
+    op = MultiLoRA(device.put(c.T.copy()).T, 3, 8, slices=[(0, 20), (20, 37)])
     parts = [adapter(rng, K, w, 8, 1.0, dtype) for w in (20, 17, 20, 17)]
     parts[0][0][:, 0], parts[0][1][0, 3], parts[0][1][0, 5] = 1, np.inf, np.nan
     parts[3][0][2, 1] = np.inf
@@ -362,14 +362,21 @@ def test_nothing(device, rng):
 
 # --- Hopper ---------------------------------------------------------------------------------------------------------
 
-# block_m, block_n, cluster, order of the weight
-TILES = [(64, 128, 1, "C"), (64, 64, 2, "F"), (128, 192, 1, "F"), (128, 64, 2, "C")]
+# block_m, block_n, cluster, consumers take turns, order of the weight
+TILES = [
+    (64, 128, 1, False, "C"),
+    (64, 64, 2, False, "F"),
+    (128, 192, 1, False, "F"),
+    (128, 64, 2, False, "C"),
+    (128, 144, 1, True, "F"),
+]
 
 
-@pytest.mark.parametrize("block_m, block_n, cluster, order", TILES)
-def test_hopper_tiles(hopper, force, rng, block_m, block_n, cluster, order):
+@pytest.mark.parametrize("block_m, block_n, cluster, in_turn, order", TILES)
+def test_hopper_tiles(hopper, force, monkeypatch, rng, block_m, block_n, cluster, in_turn, order):
     """Several tiles a block, slices of K, steps of 16 ranks, slices of columns: through TMA and not."""
-    force(block_n, block_m=block_m, cluster=cluster, stages=3)
+    force(block_n, in_turn, block_m=block_m, cluster=cluster, stages=3)
+    monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
     M, N, K, slices = block_m + 20, block_n + 72, 136, [(0, block_n - 9), (block_n - 9, block_n + 30)]
     x, c = integers(rng, (M, K)), integers(rng, (K, N))
     weight = hopper.put(c) if order == "C" else hopper.put(c.T.copy()).T
@@ -411,18 +418,27 @@ def test_single_row(device, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_hopper_intermediate(hopper, rng, dtype):
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_hopper_intermediate(hopper, force, monkeypatch, rng, dtype, in_turn):
     """float32, without a limit, and what is infinite or NaN stays where it belongs."""
+    if in_turn:
+        force(144, True, block_m=128, stages=3)
+        monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
     check_intermediate_past_65504(hopper, dtype)
     check_intermediate_is_float32(hopper, rng, dtype)
     check_non_finite_values(hopper, rng, dtype)
     assert ran_on_hopper(hopper, "lora_multi_sm90")
 
 
-def test_hopper_rows_without_an_adapter(hopper, rng):
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_hopper_rows_without_an_adapter(hopper, force, monkeypatch, rng, in_turn):
     """The bits of gemm with the configuration that gemm takes, plain, and with an epilogue."""
     M, N, K = 40, 72, 200
-    x, c = (hopper.put(rng.standard_normal(shape).astype(DTYPES["bfloat16"])) for shape in ((M, K), (K, N)))
+    if in_turn:
+        force(144, True, block_m=128, stages=3)
+        monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
+    x, c = (hopper.put(rng.standard_normal(shape).astype(DTYPES["bfloat16"])) for shape in ((M, K), (N, K)))
+    c = c.T
     residual, bias = (hopper.put(rng.standard_normal(shape).astype(np.float32)) for shape in ((M, N), (N,)))
     indices = rng.integers(-1, 1, M).astype(np.int32)
     for always, now in (({}, {}), ({}, {"residual": residual}), ({"bias": bias, "activation": "silu"}, {})):

@@ -53,6 +53,7 @@ public:
         : adapters(adapters_), columns(columns_), source(source_), first(first_), lane(lane_), slice(-1), begin(0) {
         own = {adapters.max_loras, 0, 0, 0};
         if (lane < min_of(adapters.M - first, 16)) own = adapters.infos[first + lane];
+        own.rank |= own.non_finite << 31;  // in one register
         rank = 0;
         advance();
     }
@@ -71,7 +72,7 @@ public:
                 const uint32_t members = rows_like(todo);
                 cp_async_wait<Source::BUFFERS - 1>();
                 __syncwarp();
-                add_adapter(acc, members, __shfl_sync(~0u, rank, row), __shfl_sync(~0u, own.non_finite, row), buffer);
+                add_adapter(acc, members, __shfl_sync(~0u, rank, row), __shfl_sync(~0u, own.rank, row) < 0, buffer);
                 __syncwarp();
                 todo &= ~members;
                 fetch_next(buffer);
@@ -109,7 +110,7 @@ private:
             if (slice == 0) {
                 from = adapters.first_from;
                 to = adapters.first_to;
-                rank = columns.meets(from, to) ? own.rank : 0;
+                rank = columns.meets(from, to) ? own.rank & 0x7fffffff : 0;
             } else {
                 from = adapters.slices[slice * 2];
                 to = adapters.slices[slice * 2 + 1];

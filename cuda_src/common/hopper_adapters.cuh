@@ -48,7 +48,7 @@ template <class Tile, int BUFFERS_> struct StagedRanks {
 // the end of a tile depends on the launch before.
 template <int BUFFERS, bool kInOrder_> struct SortedRows {
     using Call = Adapters;
-    static constexpr int RANK = 0, RANK_BUFFERS = BUFFERS;
+    static constexpr int RANK = 0, COLUMN_BYTES = 4 * 32 * BUFFERS, LOADERS = 0;  // of sixteen ranks, for each warp
     static constexpr bool kRides = false, kPacked = false, kSorted = true, kInOrder = kInOrder_;
     using Accumulators = float[1];
 
@@ -84,7 +84,9 @@ template <int BUFFERS, bool kInOrder_> struct SortedRows {
             self.sync();  // no warp reads ranks any more
             stage_plain<Tile>(sum, factors, alpha, self);
             __syncwarp();
-            put_back<Tile>(params, adapters.M - work.m - self.row, passes.result_row(), work, self);
+            const int own_row = work.m + self.row + self.warp_row() + self.lane();
+            const int result_row = kInOrder ? own_row : passes.result_row();
+            put_back<Tile>(params, adapters.M - work.m - self.row, result_row, work, self);
         }
     }
 

@@ -59,7 +59,7 @@ template <class Tile> struct Exchange {
         }
         if constexpr (Tile::LowRank::RANK > 0) lora_b_barriers.init(Tile::CONSUMERS);
         const int releases = (Tile::kPingPong ? 1 : Tile::CONSUMERS) * Tile::Scaling::RELEASES;
-        barriers.init(releases, 1 + Tile::Scaling::LOADERS);
+        barriers.init(releases, 1 + Tile::Scaling::LOADERS + Tile::LowRank::LOADERS);
     }
 };
 
@@ -111,7 +111,7 @@ template <class Tile>
 __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCallOf<Tile>* low_rank,
                                   const Schedule<Tile>& schedule, const Exchange<Tile>& exchange) {
     using LowRank = typename Tile::LowRank;
-    const int missing = LowRank::kPacked ? EightRanks::BYTES : 0;
+    const int missing = LowRank::kPacked ? EightRanks::BYTES : LowRank::LOADERS > 0 ? LowRank::RANK * 128 : 0;
     const int bytes = Tile::STAGE_BYTES - missing_rows<Tile>(shape.M) * Tile::SPAN - missing;
     RingPosition<Tile::STAGES> slot;
 #pragma unroll 1
@@ -156,7 +156,7 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
                                                                                           full);
             if constexpr (LowRank::kPacked) {
                 tma_load(stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {0, k / 8, 0, 0, 0}, full);
-            } else if constexpr (LowRank::kRides) {
+            } else if constexpr (LowRank::kRides && LowRank::LOADERS == 0) {
                 load_operand<LowRank::kAKMajor, LowRank::RANK, 1, LowRank::RANK>(
                     stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {}, 0, k, full);
             }
@@ -176,6 +176,40 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             }
         }
     }
+}
+
+// A warp that copies lora_a, 16 ranks, to the stages.
+template <class Tile>
+__device__ inline void copy_lora_a(const GemmShape& shape, const LowRankCall& low_rank, const Schedule<Tile>& schedule,
+                                   const Exchange<Tile>& exchange) {
+    using T = typename Tile::T;
+    const int lane = threadIdx.x % kWarpSize, half = lane % 2, bytes = clamp(low_rank.rank - half * 8, 0, 8) * 2;
+    StageCopies<Tile::STAGES, min_of(Tile::STAGES - 2, 3)> copies{exchange.barriers};
+    RingPosition<Tile::STAGES> slot;
+    await_launch_before();
+#pragma unroll 1
+    for (int index = schedule.first; index < schedule.count; index += schedule.step) {
+#pragma unroll 1
+        for (int block = 0; block < schedule.k_blocks; ++block) {
+            const uint32_t to = exchange.ring + slot.stage * Tile::STAGE_BYTES + Tile::A_BYTES + Tile::B_BYTES;
+            const int k = (schedule.first_block + block) * Tile::BLOCK_K;
+            barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
+#pragma unroll
+            for (int row = lane / 2; row < Tile::BLOCK_K; row += kWarpSize / 2) {
+                const T* from = static_cast<const T*>(low_rank.elements) + (k + row) * low_rank.a_row + half * 8;
+                const bool exists = k + row < shape.K && bytes > 0;
+                cp_async<16>(to + swizzled_offset<32>(row, half), exists ? from : low_rank.elements, exists ? bytes : 0);
+            }
+            copies.commit();
+            slot.advance();
+        }
+        if constexpr (Tile::CLUSTER == 1) {  // lora_b comes through the ring
+            barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
+            copies.commit();
+            slot.advance();
+        }
+    }
+    copies.finish();
 }
 
 // acc = a @ b, and y = a @ lora_a if it rides, over the next k_blocks stages. One batch of products stays in
@@ -410,6 +444,9 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         if (threadIdx.x == 0) load_tiles<Tile>(maps, params.shape, low_rank, schedule, exchange);
         if constexpr (Tile::Scaling::LOADERS > 0) {
             if (threadIdx.x / kWarpSize == 1) Tile::Scaling::template load<Tile>(params, schedule, exchange);
+        }
+        if constexpr (Tile::LowRank::LOADERS > 0) {
+            if (threadIdx.x / kWarpSize == 1) copy_lora_a<Tile>(params.shape, *low_rank, schedule, exchange);
         }
         if constexpr (Tile::CLUSTER > 1) {  // the barriers of add_up_cluster count these warps, too
             __syncwarp();

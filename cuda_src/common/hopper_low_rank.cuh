@@ -14,8 +14,9 @@ namespace rawops {
 // zero. y: (batches * M, rank), rows on 16-byte boundaries.
 struct LowRankCall {
     TensorMap a, b;
+    const void* elements;  // lora_a without a map
     const float* y;
-    int64_t y_row;
+    int64_t a_row, y_row;
     int rank;
     float scaling;
 };

@@ -19,7 +19,7 @@ struct LowRankCall;
 struct NotSorted {
     using Call = LowRankCall;
     static constexpr bool kSorted = false, kInOrder = false;
-    static constexpr int RANK_BUFFERS = 0;
+    static constexpr int COLUMN_BYTES = 0, LOADERS = 0;
     template <class Tile, class... Arguments> static __device__ int begin(const Arguments&...) { return 0; }
 };
 
@@ -46,6 +46,8 @@ template <class First, class Second> struct Choice<false, First, Second> { using
 // A low-rank part y @ lora_b with y = a @ lora_a, up to RANK ranks; see hopper_low_rank.cuh. kRides: y is made here.
 template <int RANK_, bool kRides_, int kLoraA, bool kBKMajor_> struct LowRank : NotSorted {
     static constexpr int RANK = RANK_;
+    // Rows of 32 bytes take TMA as long as those of 128, so a warp copies them.
+    static constexpr int LOADERS = kRides_ && kLoraA == kByRank && RANK == 16 ? kWarpSize : 0;
     static constexpr bool kRides = kRides_, kPacked = kLoraA == kEights, kAKMajor = kLoraA == kByK, kBKMajor = kBKMajor_;
     using OperandA = typename Choice<kPacked, EightRanks, WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>>::Type;
     using Accumulators = float[RANK / 2];
@@ -98,8 +100,8 @@ struct HopperTile {
     static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
     static constexpr int kFinish = kFinish_;
     static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_;
-    // For the launch before, at the start. A low-rank part waits where it reads what was made for it.
-    static constexpr bool kWaits = LowRank::RANK == 0 && !LowRank::kSorted;
+    // For the launch before, at the start. Otherwise a low-rank part waits where it reads what was made for it.
+    static constexpr bool kWaits = LowRank::kRides || (LowRank::RANK == 0 && !LowRank::kSorted);
     static constexpr bool kStreams = BLOCK_M == 64 && !kGrouped;  // b, if a has one row of tiles
     static constexpr int CONSUMERS = kPingPong || BLOCK_M == 128 ? 2 : 1;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
@@ -123,8 +125,8 @@ struct HopperTile {
     static constexpr int PASS_COLS = kPingPong ? min_of(SHARE, 32) : SHARE, PASSES = ceil_div(SHARE, PASS_COLS);
     static constexpr int BOX_COLS = SHARE % 64 == 0 && !kPingPong ? 64 : SHARE % 32 == 0 ? 32 : 16;
     static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2;
-    // Before that, the place holds sixteen ranks of adapters for each warp.
-    static constexpr int RANK_BYTES = SHARE * PARTS * 128 * LowRank::RANK_BUFFERS;
+    // Before that, the place holds ranks of adapters.
+    static constexpr int RANK_BYTES = SHARE * PARTS * LowRank::COLUMN_BYTES;
     static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * PASS_COLS * 2, RANK_BYTES);
     // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
     using Slab = SharedTile<typename Epilogue::Value, 16, 32>;
