@@ -471,11 +471,16 @@ def test_hopper_epilogue(hopper, force, rng, out_dtype):
 
 
 @pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_any_order_of_completion(force, rng, cluster):
+@pytest.mark.parametrize("cluster, in_turn", [(1, False), (2, False), (1, True)])
+def test_any_order_of_completion(force, monkeypatch, rng, cluster, in_turn):
     """Copies and products that land late, early or with the warps in another order: the same bits."""
-    force(64, block_m=64, cluster=cluster, stages=3, blocks=1)
+    if in_turn:
+        force(144, True, blocks=1)
+        monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
+    else:
+        force(64, block_m=64, cluster=cluster, stages=3, blocks=1)
     x, c = (rng.standard_normal(shape).astype(np.float16) for shape in ((20, 136), (136, 136)))
+    c = c.T
     indices, results = rng.integers(-1, 3, 20).astype(np.int32), []
     adapters = {slot: adapter(rng, 136, 136, 10 + 8 * slot) for slot in (0, 1)}
     for seed, completion in enumerate(("late", "early", "random")):
