@@ -317,9 +317,9 @@ def attend(
     lse = device.empty((q.shape[1], q.shape[0]), "float32") if return_lse else None
     if plan.launch is not None:
         if config.current().check:
-            check_pages(function, pages, small[0], small[1], plan.page_size)
             if small[2] is not None:
                 check_rows(function, small[2], q.shape[0])
+            check_pages(function, pages, *small[:3], plan.page_size, options.window[0])
         if plan.launch.copies_q:
             q = _even(device, q)
             addresses = [device.pointer(q), *addresses[1:]]

@@ -146,9 +146,9 @@ class PagedKVCache:
         Parameters
         ----------
         tokens : sequence of int, optional
-            With `prefix_sharing`: its token ids, as far as known. It begins with the longest remembered prefix of
-            them in whole pages, all but the last token at most: `length` tells how many keys it has already, and the
-            others are to be appended. Their pages are remembered as they fill.
+            Its token ids, as far as known; of no use without `prefix_sharing`. It begins with the longest remembered
+            prefix of them in whole pages, all but the last token at most: `length` tells how many keys it has already,
+            and the others are to be appended. Their pages are remembered as they fill.
         """
         return self._allocator.add(tokens)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
+
 from rawops._paged_kv_call import has_unit_stride, to_host
 from rawops._runtime import checks
 
@@ -99,15 +101,20 @@ def scale_strides(function: str, pool: Pool, num_pages: int, k_scale, v_scale) -
     return pool.num_heads if by_page else 0, 1
 
 
-def check_pages(function: str, pages, block_table, seq_lens, page_size: int) -> None:
-    """With RAWOPS_CHECK=1: raise for lengths past the table and for ids of pages that are used and do not exist."""
+def check_pages(function: str, pages, block_table, seq_lens, cu_seqlens_q, page_size: int, window_left: int) -> None:
+    """With RAWOPS_CHECK=1: raise for lengths past the table and for ids of pages that are used and do not exist.
+
+    Pages are used from the first key on that the window shows to the first query.
+    """
     lengths, table = to_host(seq_lens), to_host(block_table)
+    queries = [1] * len(lengths) if cu_seqlens_q is None else np.diff(to_host(cu_seqlens_q))
     table = table if table.ndim == 2 else table[None]
     for b, length in enumerate(lengths):
         if not 0 <= length <= table.shape[1] * page_size:
             rule = f"be between 0 and {table.shape[1] * page_size} (max_pages * page_size)"
             checks.fail(ValueError, function, f"seq_lens[{b}]", rule, int(length))
-        used = table[b, : -(-int(length) // page_size)]
+        first = max(int(length) - int(queries[b]) - window_left, 0)
+        used = table[b, first // page_size : -(-int(length) // page_size)]
         bad = used[(used < 0) | (used >= pages.shape[0])]
         if bad.size:
             rule = f"hold page ids from 0 to {pages.shape[0] - 1}"

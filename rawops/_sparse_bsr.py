@@ -66,7 +66,9 @@ class BSRMatrix:
         grid = _grid(function, shape, data.shape[2])
         numbers = formats.module_of(data).arange(data.shape[0], dtype=np.int32)
         rows = formats.from_compressed(function, device, numbers, indices, indptr, grid, "row")
-        return cls._of_blocks(function, device, data[: rows.nnz], formats.row_numbers(rows), rows.indices, shape)
+        return cls._of_blocks(
+            function, device, data[: rows.nnz], formats.row_numbers(rows), rows.indices, shape, "indices"
+        )
 
     @classmethod
     def from_blocked_ell(cls, data, columns, shape) -> BSRMatrix:
@@ -99,18 +101,18 @@ class BSRMatrix:
             checks.fail(ValueError, function, "columns", f"be between -1 and {grid[1] - 1}", got)
         row, place = xp.nonzero(columns >= 0)
         blocks = data.reshape(block_rows, block, width, block)[row, :, place]
-        return cls._of_blocks(function, device, blocks, row, columns[row, place], shape)
+        return cls._of_blocks(function, device, blocks, row, columns[row, place], shape, "columns")
 
     @classmethod
-    def _of_blocks(cls, function: str, device, data, row, col, shape) -> BSRMatrix:
-        """Sort blocks by row and column and keep a copy."""
+    def _of_blocks(cls, function: str, device, data, row, col, shape, name: str) -> BSRMatrix:
+        """Sort blocks by row and column and keep a copy; `name` is that of the argument with the columns."""
         xp, block = formats.module_of(data), data.shape[2]
         grid = -(-shape[0] // block), -(-shape[1] // block)
         key = row.astype(np.int64) * max(grid[1], 1) + col
         order = xp.argsort(key)
         key = key[order]
         if key.size > 1 and bool((key[1:] == key[:-1]).any()):
-            checks.fail(ValueError, function, "indices", "have no block twice", "a block twice")
+            checks.fail(ValueError, function, name, "have no block twice", "a block twice")
         bits = f"uint{8 * data.itemsize}"
         data = xp.ascontiguousarray(data) if data.dtype.kind != "c" else data
         data = _gathered(xp, data, order, bits)
@@ -190,13 +192,13 @@ class BSRMatrix:
         is_float32 = self.dtype == dtype == np.float32
         if precision == "tf32" and not is_float32:
             checks.fail(TypeError, function, "precision", "be None but for float32", f"'tf32' for {dtype}")
-        alpha, beta = given.scalars(function, device, dtype, alpha, beta)
-        target = given.target(function, device, out, (self.shape[0], x.shape[1]), dtype, beta)
+        factors = given.scalars(function, device, dtype, alpha, beta)  # not in place of the arrays, which are read yet
+        target = given.target(function, device, out, (self.shape[0], x.shape[1]), dtype, factors[1])
         if target.size:
             aside = target if out is None or not given.overlap(out, x) else target.copy()
             is_16_bit = self.dtype == dtype and dtypes.name(dtype) in ("float16", "bfloat16")
             on = self._on_tensor_cores if (is_16_bit or precision) and self.blocks else self._exact
-            on.run(aligned(device, x.astype(dtype, copy=False)), aside, alpha, beta)
+            on.run(aligned(device, x.astype(dtype, copy=False)), aside, *factors)
             if aside is not target:
                 target[...] = aside
         return give(target)

@@ -102,7 +102,8 @@ def from_compressed(function: str, device, data, indices, indptr, shape: tuple[i
         copies[1][...] = indptr
     if first != 0 or falls:
         rule = f"rise from 0 to at most the {data.size} entries of data"
-        checks.fail(ValueError, function, "indptr", rule, f"{first} to {last}" + ("" if first else ", with a fall"))
+        falls_between = first == 0 and last <= data.size
+        checks.fail(ValueError, function, "indptr", rule, f"{first} to {last}" + ", with a fall" * falls_between)
     if found is not None and found.outside:
         _check_indices(function, "indices", indices[:last], shape[1])
     return Rows(xp.array(data[:last]), copies[0][:last], copies[1], shape, found)

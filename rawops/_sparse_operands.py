@@ -37,7 +37,9 @@ def taken(function: str, **named) -> tuple:
 def on_device(function: str, device, found, name: str) -> None:
     """Raise unless an array was found on the matrix's device."""
     if found is not device:
-        checks.fail(ValueError, function, name, f"be on the matrix's device ({device})", str(found))
+        is_other_block = found.is_emulated and device.is_emulated
+        hint = "The matrix belongs to another emulate() block: make it in this one." if is_other_block else ""
+        checks.fail(ValueError, function, name, f"be on the matrix's device ({device})", str(found), hint)
 
 
 def scalars(function: str, device, dtype, alpha, beta) -> tuple[tuple, tuple]:

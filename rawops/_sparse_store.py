@@ -110,9 +110,12 @@ class Store:
             self.use(way, replace(best, why=f"fastest of {len(times)}, {times[best]:.3g} ms"))
 
 
-def is_dual(function: str, device, rows: Rows, dual) -> bool:
-    """Decide whether the second format is made."""
+def check_dual(function: str, dual) -> None:
     checks.choice(function, "dual", dual, (True, False, "auto"))
+
+
+def is_dual(device, rows: Rows, dual) -> bool:
+    """Decide whether the second format is made."""
     if dual != "auto":
         return bool(dual)
     sort_bytes = 2 * (8 + rows.data.itemsize) * rows.nnz

@@ -258,6 +258,10 @@ def flash_attention_backward(
     varlen = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        for name, value in {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **longest}.items():
+            if value is None:
+                hint = "Packed sequences take cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k together."
+                checks.fail(TypeError, "flash_attention_backward", name, "be given", "None", hint)
         for name, value in longest.items():
             checks.int_range("flash_attention_backward", name, value, 0, LONGEST - 1)
         varlen = Layout(max_seqlen_q, max_seqlen_k)

@@ -82,7 +82,7 @@ def gemm(
         boundaries, is fastest; a large product copies 16-bit operands that are neither into a workspace first.
     c : array broadcastable to (..., M, N), optional
         Not read when `beta` is 0.
-    alpha, beta : float or 0-d array
+    alpha, beta : float or 0-d array of float16, bfloat16, float32 or float64
         Arrays are read on the device, without synchronising. With `alpha` 0, `a` and `b` are not read.
     bias : array (N,), optional
         Added to every row before the activation.
@@ -134,10 +134,10 @@ def gemm(
     With `b_dtype`, `a` is float16 or bfloat16 and `b` is uint8 (K // 2, N): the low half of byte (i, n) is element
     (2i, n), the high half (2i + 1, n), as `pack_int4` makes them. Any strides: weights stored (N, K // 2) come in as
     a transposed view, which is as fast, and on Hopper faster for up to 16 rows of `a` with groups of 128. `scale_b`
-    (K // group, N), float16, bfloat16 or float32, has a scale for each group of 32, 64 or 128 along K, and `zero_b`,
-    int8 or uint8 of the same shape, zero points for "uint4": ``b = (q - zero_b) * scale_b``. Side by side along N, on
-    16-byte boundaries, they are fastest. Weights are not
-    rounded to a's dtype: a group's products with q - zero are exact, added up in float32, and scaled in float32.
+    (K // group, N), float16, bfloat16 or float32, has a scale for each group of 32, 64 or 128 along K, which is whole
+    groups, and `zero_b`, int8 or uint8 of the same shape, zero points for "uint4": ``b = (q - zero_b) * scale_b``. Side
+    by side along N, on 16-byte boundaries, they are fastest. Weights are not rounded to a's dtype: a group's products
+    with q - zero are exact, added up in float32, and scaled in float32.
     """
     packed_alpha, packed_beta = scalars("gemm", alpha, beta, c, a)
     if packed_beta == ZERO:

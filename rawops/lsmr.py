@@ -204,8 +204,8 @@ class LSMR:
     def solve_many(self, B, X0=None, *, history: bool = False) -> LSMRResult:
         """Solve for several right-hand sides at once, which reads A once for all of them.
 
-        Each column has its own scalars and its own stop, as if it were solved alone. Columns that have stopped drop out
-        whenever half of them have.
+        Each column has its own scalars and its own stop, as if it were solved alone, but for the order of sums. Columns
+        that have stopped drop out whenever half of them have.
 
         Parameters
         ----------
@@ -370,7 +370,8 @@ def lsmr(
     Notes
     -----
     All scalars, sums of squares and stopping tests are float64 and stay on the device, so that with float64 vectors
-    stop code and iteration count are SciPy's. In float32 a few per cent more iterations are usual, and the estimates
+    stop code and iteration count are SciPy's but for rounding: sums in another order may stop an iteration earlier or
+    later. In float32 a few per cent more iterations are usual, and the estimates
     may drift from the truth on an ill-conditioned system: the true norms are computed once at the end, and ``.status``
     says where they contradict the stop code. As with SciPy, ||A|| is over-estimated and the condition under-estimated
     severalfold, so that `conlim` rarely stops anything. NaN and infinities in A or b run to `maxiter`: istop 7.

@@ -17,7 +17,7 @@ from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
 from rawops._sparse_bsr import BSRMatrix, from_rows
 from rawops._sparse_profile import Choice, Profile
-from rawops._sparse_store import Store, is_dual
+from rawops._sparse_store import Store, check_dual, is_dual
 from rawops._sparse_transpose import transposed
 
 
@@ -114,10 +114,11 @@ class SparseMatrix:
         dual : {True, False, "auto"}
         """
         function = "SparseMatrix.from_coo"
+        check_dual(function, dual)
         shape = formats.check_shape(function, shape)
         device, (data, row, col) = given.taken(function, data=data, row=row, col=col)
         rows, order, starts = formats.from_coordinates(function, device, data, row, col, shape)
-        return cls(Store(device, False, rows, is_dual(function, device, rows, dual), order, starts))
+        return cls(Store(device, False, rows, is_dual(device, rows, dual), order, starts))
 
     @classmethod
     def from_scipy(cls, matrix, *, dual=True) -> SparseMatrix:
@@ -150,13 +151,18 @@ class SparseMatrix:
 
     @classmethod
     def _from_compressed(cls, function, data, indices, indptr, shape, dual, is_csc: bool) -> SparseMatrix:
+        check_dual(function, dual)
         shape = formats.check_shape(function, shape)
         device, taken = given.taken(function, data=data, indices=indices, indptr=indptr)
         order = shape[::-1] if is_csc else shape
         rows = formats.from_compressed(function, device, *taken, order, "column" if is_csc else "row")
-        return cls(Store(device, is_csc, rows, is_dual(function, device, rows, dual)))
+        return cls(Store(device, is_csc, rows, is_dual(device, rows, dual)))
 
     # --- what it is -------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        rows, cols = self.shape
+        return f"SparseMatrix {rows} x {cols} {self.dtype}: {self.nnz} entries"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -310,18 +316,18 @@ class SparseMatrix:
         function = "SparseMatrix.matmat"
         x, out, give = given.operands(function, self._store.device, x, out, (self.shape[1], None))
         result_dtype = given.promoted(function, "x", self.dtype, x.dtype)
-        alpha, beta = given.scalars(function, self._store.device, result_dtype, alpha, beta)
-        target = given.target(function, self._store.device, out, (self.shape[0], x.shape[1]), result_dtype, beta)
+        factors = given.scalars(function, self._store.device, result_dtype, alpha, beta)  # not in place of the arrays
+        target = given.target(function, self._store.device, out, (self.shape[0], x.shape[1]), result_dtype, factors[1])
         aside = target if out is None or not given.overlap(out, x) else target.copy()
         x = x.astype(result_dtype, copy=False)
         dense = self._store.dense.get(self._transposed)
         if dense is not None:
-            dense.run(x, aside, alpha, beta, self._conjugated)
+            dense.run(x, aside, *factors, self._conjugated)
         else:
             for column in range(x.shape[1]):
                 x_column = formats.module_of(x).ascontiguousarray(x[:, column])
                 y_column = aside[:, column].copy()
-                self._run(self._transposed, self._conjugated, x_column, y_column, alpha, beta, None)
+                self._run(self._transposed, self._conjugated, x_column, y_column, *factors, None)
                 aside[:, column] = y_column
         if aside is not target:
             target[...] = aside
@@ -343,14 +349,14 @@ class SparseMatrix:
         rows, cols = self.shape if way == self._transposed else self.shape[::-1]
         x, out, give = given.operands(function, self._store.device, x, out, (cols,))
         result_dtype = given.promoted(function, "x", self.dtype, x.dtype)
-        alpha, beta = given.scalars(function, self._store.device, result_dtype, alpha, beta)
-        target = given.target(function, self._store.device, out, (rows,), result_dtype, beta)
+        factors = given.scalars(function, self._store.device, result_dtype, alpha, beta)  # not in place of the arrays
+        target = given.target(function, self._store.device, out, (rows,), result_dtype, factors[1])
         xp = formats.module_of(x)
         aside = target
         if not target.flags.c_contiguous or (out is not None and given.overlap(out, x)):
             aside = xp.ascontiguousarray(target).copy()
         x_taken = xp.ascontiguousarray(x, result_dtype)
-        self._run(way, conjugated, x_taken, aside, alpha, beta, None)
+        self._run(way, conjugated, x_taken, aside, *factors, None)
         if aside is not target:
             target[...] = aside
         elif known is not None and x_taken is x:

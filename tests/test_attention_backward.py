@@ -241,7 +241,13 @@ WRONG = {
     ),
     "dq": (ValueError, "dq must have shape", {}, {"dq": np.zeros((1, 3, 1, 64), np.float16)}),
     "dk": (ValueError, "dk must be writeable", {}, {"dk": np.broadcast_to(np.float16(0), (1, 5, 1, 64))}),
-    "longest": (TypeError, "max_seqlen_q must be an integer", {}, {"cu_seqlens_q": np.zeros(2, np.int32)}),
+    "bounds": (TypeError, "cu_seqlens_k must be given, got None", {}, {"cu_seqlens_q": np.zeros(2, np.int32)}),
+    "longest": (
+        TypeError,
+        "max_seqlen_q must be given, got None",
+        {},
+        {"cu_seqlens_q": np.zeros(2, np.int32), "cu_seqlens_k": np.zeros(2, np.int32)},
+    ),
 }
 
 

@@ -327,6 +327,11 @@ def test_values_are_checked_on_request(device, rng, monkeypatch):
         table[b, column] = value
         with pytest.raises(ValueError, match=rf"block_table\[{b}\] must hold page ids .* got {value}"):
             rawops.paged_attention(q, pages, device.put(table), lens)
+    table = p.table.copy()
+    table[:, 0] = -1  # gone, before what the window shows
+    rawops.paged_attention(q, pages, device.put(table), lens, window=(2, 0))
+    with pytest.raises(ValueError, match=r"block_table\[0\] must hold page ids"):
+        rawops.paged_attention(q, pages, device.put(table), lens, window=(24, 0))
     with pytest.raises(ValueError, match=r"seq_lens\[1\] must be between 0 and"):
         rawops.paged_attention(q, pages, device.put(p.table), device.put(np.array([1, 10**6], np.int32)))
     rawops.paged_attention(q, pages, device.put(p.table), lens, cu_seqlens_q=device.put(np.array([0, 0, 1], np.int32)))

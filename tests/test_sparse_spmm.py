@@ -109,6 +109,9 @@ def test_factors_of_zero(device, rng):
     out[...] = NAN
     alpha, beta = device.put(np.array(-1.0)), device.put(np.array(0.0))
     same(device, A.matmat(device.put(x), alpha, beta, out=out), -(made.dense() @ x))
+    product = A.matmat(device.put(x), alpha=device.put(np.array(2.0)))  # of which nobody else keeps the factor
+    same(device, product, 2 * (made.dense() @ x))
+    same(device, A.to_bsr(4).matmat(device.put(x), alpha=device.put(np.array(2.0))), 2 * (made.dense() @ x))
 
 
 @pytest.mark.parametrize("mean", [1, 7, 60, 3000])
