@@ -104,7 +104,6 @@ template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int GROU
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     gemm_w4_wide_sm90(const __grid_constant__ WideMaps maps, const __grid_constant__ W4Params params, int raster_rows) {
     using Epilogue = Epilogue<T, Out, kActivation>;
-    constexpr int CONSUMER_THREADS = Tile::CONSUMERS * kWarpGroupSize;
     extern __shared__ __align__(1024) char shared[];
     const RingBarriers<Tile::STAGES> barriers{shared_address(shared) + Tile::BARRIERS_AT};
     start_next_launch();
