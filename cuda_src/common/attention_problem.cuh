@@ -1,4 +1,4 @@
-// What every attention kernel is told, as attention.py packs it, and where in it a block works.
+// What every attention kernel is told, as _attention_call.py packs it, and where in it a block works.
 //
 // A row of a block's tile is one query of one head. With `packed` > 1 the query heads that share a KV head lie side by
 // side in the tile: row r is query r / packed of head r % packed of the group. All strides count elements.

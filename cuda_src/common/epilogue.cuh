@@ -4,7 +4,7 @@
 
 namespace rawops {
 
-// The numbers are those of ACTIVATIONS in gemm.py. swiglu takes two halves of the columns, silu(gate) * up.
+// The numbers are those of ACTIVATIONS in _gemm_config.py. swiglu takes two halves of the columns, silu(gate) * up.
 enum Activation : int { kIdentity, kRelu, kGelu, kGeluTanh, kSilu, kSwiglu };
 
 // Safe for every value: where exp overflows, x / inf is the right 0. The limit at -inf is taken, 0; NaN stays NaN.
@@ -75,7 +75,7 @@ struct Strides {
 struct Scalar {
     const void* pointer;
     double value;
-    int64_t type;  // of the array: the index in SCALAR_TYPES of gemm.py
+    int64_t type;  // of the array: the index in SCALAR_TYPES of _gemm_config.py
 
     __device__ double read() const {
         if (pointer == nullptr) return value;

@@ -1,4 +1,4 @@
-// The parameters of every GEMM kernel, as gemm.py packs them, and the order in which blocks take the tiles.
+// The parameters of every GEMM kernel, as _gemm_steps.py packs them, and the order in which blocks take the tiles.
 #pragma once
 #include "epilogue.cuh"
 

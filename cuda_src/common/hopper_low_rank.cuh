@@ -10,8 +10,8 @@
 
 namespace rawops {
 
-// As lora.py packs it: the maps of lora_a (K, rank), where it rides, and lora_b (rank, N). Past the rank they read as
-// zero. y: (batches * M, rank), rows on 16-byte boundaries.
+// As _gemm_sm90_low_rank.py packs it: the maps of lora_a (K, rank), where it rides, and lora_b (rank, N). Past the
+// rank they read as zero. y: (batches * M, rank), rows on 16-byte boundaries.
 struct LowRankCall {
     TensorMap a, b;
     const void* elements;  // lora_a without a map

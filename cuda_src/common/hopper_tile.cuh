@@ -6,7 +6,7 @@
 
 namespace rawops {
 
-// How a tile leaves the registers. The numbers are those of _gemm_sm90.py.
+// How a tile leaves the registers. The numbers are those of _gemm_sm90_specs.py.
 enum Finish : int {
     kPlain,   // alpha alone; through the staging tile and TMA
     kStaged,  // any epilogue; the same way out

@@ -6,7 +6,7 @@
 
 namespace rawops {
 
-// The low-rank part as lora.py packs it.
+// The low-rank part as _lora_product.py packs it.
 struct LoraOperands {
     const void *a, *b;  // (K, rank) and (rank, N), strides in elements
     const float* y;     // x @ a where another kernel has made it: (batches * M, rank), rows on 16-byte boundaries

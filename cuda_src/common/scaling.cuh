@@ -10,8 +10,8 @@ namespace rawops {
 
 constexpr int kScaleBlock = 128;  // along K, and of columns of b
 
-// The numbers are those of _gemm_8bit.py. The tensor cores of Hopper add float8 products with about 14 bits: a sum over
-// all of K is the faster for it; the others take each 128 of K to a float32 sum outside.
+// The numbers are those of _gemm_config.py. The tensor cores of Hopper add float8 products with about 14 bits: a sum
+// over all of K is the faster for it; the others take each 128 of K to a float32 sum outside.
 enum Promotion : int {
     kInPlace,        // no sum beside the tensor core's
     kPromoted,       // without scales
