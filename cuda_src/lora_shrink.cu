@@ -1,8 +1,8 @@
 // What comes before a product with an adapter for each row: the rows in the order of their adapters, and
 // y = scaling * x @ a, each row with its own a.
 //
-// A row's place is behind all rows of a lower slot, and those before it of the same. The grid has a block for every
-// place; those work where a tile of up to 16 rows of one adapter begins, which any indices may bring about.
+// A row's place is behind all rows of a lower slot, and those before it of the same. There is a block for each place, or
+// for four that are sorted; those work where a tile of up to 16 rows of one adapter begins, anywhere as indices have it.
 #include "common/adapters.cuh"
 #include "common/launches.cuh"
 
