@@ -23,7 +23,8 @@ template <class Tile> __device__ void transpose_values(const AttentionExchange<T
 template <class Tile> class AttentionConsumer {
 public:
     using T = typename Tile::T;
-        using Softmax = OnlineSoftmax<Tile::kBytes ? 2 : 8, Tile::kBytes ? 4 : 0, Tile::kBytes ? 448 : 4096>;  // e4m3 ends there
+    // Weights of e4m3 end at 448.
+    using Softmax = OnlineSoftmax<Tile::kBytes ? 2 : 8, Tile::kBytes ? 4 : 0, Tile::kBytes ? 448 : 4096>;
 
     __device__ AttentionConsumer(const AttentionParams& params_, const AttentionExchange<Tile>& exchange_, int number_)
         : params(params_), exchange(exchange_), number(number_), thread(threadIdx.x % kWarpGroupSize) {
