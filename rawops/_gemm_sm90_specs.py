@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rawops._runtime.kernel import KernelSpec
+from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
 PLAIN, STAGED, BIASED, DIRECT = range(4)  # Finish in hopper_tile.cuh
@@ -32,7 +32,8 @@ _LOW_RANK_CHOICES = {
 }
 
 
-def spec_of(source: str, entry: str, choices: dict, *smoke: tuple) -> KernelSpec:
+def spec_of(source: str, entry: str, choices: dict, *smoke: tuple, params: ParamStruct | None = None) -> KernelSpec:
+    """Declare a kernel of Hopper's own whose template takes `choices` in order, as the smoke instances do."""
     return KernelSpec(
         source=source,
         entry=f"rawops::{entry}",
@@ -41,6 +42,7 @@ def spec_of(source: str, entry: str, choices: dict, *smoke: tuple) -> KernelSpec
         smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
         min_arch=90,
         max_arch=90,
+        params=params,
     )
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from rawops import _gemm_sm90_specs as specs
 from rawops._gemm_config import ACTIVATIONS, DTYPES
 from rawops._gemm_maps import encode, map_of
 from rawops._runtime import dtypes
@@ -55,16 +56,7 @@ def spec_of(params: ParamStruct, scale_dtypes: tuple[str, ...], formats: int) ->
         ("float16", "float16", "float16", 2, False, 8, 5),
         ("bfloat16", "float32", "float32", 1, True, 16, 5),
     ]
-    return KernelSpec(
-        source="gemm_w4_sm90.cu",
-        entry="rawops::gemm_w4_sm90",
-        template=tuple(choices),
-        choices=choices,
-        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
-        min_arch=90,
-        max_arch=90,
-        params=params,
-    )
+    return specs.spec_of("gemm_w4_sm90.cu", "gemm_w4_sm90", choices, *smoke, params=params)
 
 
 @dataclass(frozen=True)

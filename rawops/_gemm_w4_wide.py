@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rawops import _gemm_sm90_specs as specs
 from rawops._gemm_config import ACTIVATIONS, DTYPES
 from rawops._gemm_maps import encode, k_major, map_of
 from rawops._runtime.kernel import KernelSpec, ParamStruct
@@ -68,16 +69,7 @@ def spec_of(params: ParamStruct, scale_dtypes: tuple[str, ...], formats: int, gr
         ("float16", "float32", "float32", 1, True, 64, 64, 4, 1, 4, True, 5, False),
         ("bfloat16", "float32", "float32", 1, True, 32, 32, 2, 2, 8, True, 5, False),
     ]
-    return KernelSpec(
-        source="gemm_w4_wide_sm90.cu",
-        entry="rawops::gemm_w4_wide_sm90",
-        template=tuple(choices),
-        choices=choices,
-        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
-        min_arch=90,
-        max_arch=90,
-        params=params,
-    )
+    return specs.spec_of("gemm_w4_wide_sm90.cu", "gemm_w4_wide_sm90", choices, *smoke, params=params)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from rawops import _gemm_sm90
 from rawops._gemm_config import CALL_FIELDS, LAYOUT_CHOICES, SHAPE_FIELDS, SWIGLU, TILES
 from rawops._gemm_operands import Operand
 from rawops._gemm_sm90 import DIRECT, PLAIN
+from rawops._gemm_sm90_specs import spec_of
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16")
@@ -123,15 +124,7 @@ def _sm90(entry: str, further: dict, *smoke: tuple) -> KernelSpec:
         "in_order": (False, True),
         **{name: values for name, values in further.items() if name == "ping_pong"},
     }
-    return KernelSpec(
-        source="lora_multi_sm90.cu",
-        entry=f"rawops::{entry}",
-        template=tuple(choices),
-        choices=choices,
-        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
-        min_arch=90,
-        max_arch=90,
-    )
+    return spec_of("lora_multi_sm90.cu", entry, choices, *smoke)
 
 
 SM90 = _sm90(
