@@ -94,12 +94,15 @@ _GROUP_FIELDS = {
 }
 _GROUP_PARAMS = ParamStruct("GroupParams", **_GROUP_FIELDS)
 _PARAMS = ParamStruct("W4Params", **CALL_FIELDS, **SHAPE_FIELDS, **_GROUP_FIELDS)
-_CHOICES = {
+_TYPES = {  # of a, D and scales, and how weights are packed: of every kernel
     "dtype": _DTYPES,
     "out_dtype": _SCALE_DTYPES,
     "scale_dtype": _SCALE_DTYPES,
     "format": tuple(range(len(FORMATS))),
     "has_zeros": (False, True),
+}
+_CHOICES = {
+    **_TYPES,
     "group": GROUPS,
     "tile": tuple(t.cpp for tile in TILES for t in tile.shortened()),
     "a_k_major": (True, False),
@@ -132,8 +135,8 @@ W4 = KernelSpec(
     ),
     params=_PARAMS,
 )
-W4_SM90 = _gemm_w4_sm90.spec_of(_PARAMS, _SCALE_DTYPES, len(FORMATS))
-W4_WIDE = _gemm_w4_wide.spec_of(_PARAMS, _SCALE_DTYPES, len(FORMATS), GROUPS)
+W4_SM90 = _gemm_w4_sm90.spec_of(_PARAMS, _TYPES)
+W4_WIDE = _gemm_w4_wide.spec_of(_PARAMS, _TYPES, GROUPS)
 
 # --- which tile -----------------------------------------------------------------------------------------------------
 

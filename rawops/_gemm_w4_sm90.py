@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rawops import _gemm_sm90_specs as specs
-from rawops._gemm_config import ACTIVATIONS, DTYPES
+from rawops._gemm_config import ACTIVATIONS
 from rawops._gemm_maps import encode, map_of
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
@@ -38,14 +38,10 @@ _SHAPE_FIELDS = (
 _SHAPE = ParamStruct("StreamShape", **dict.fromkeys(_SHAPE_FIELDS, "int32"))
 
 
-def spec_of(params: ParamStruct, scale_dtypes: tuple[str, ...], formats: int) -> KernelSpec:
-    """Declare the kernel, which takes the parameters of gemm_w4.cu."""
+def spec_of(params: ParamStruct, types: dict[str, tuple]) -> KernelSpec:
+    """Declare the kernel, which takes the parameters of gemm_w4.cu, and the types that every kernel has."""
     choices = {
-        "dtype": DTYPES[:2],
-        "out_dtype": DTYPES[:3],
-        "scale_dtype": scale_dtypes,
-        "format": tuple(range(formats)),
-        "has_zeros": (False, True),
+        **types,
         "tokens": TOKENS,
         "activation": tuple(range(len(ACTIVATIONS))),
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rawops import _gemm_sm90_specs as specs
-from rawops._gemm_config import ACTIVATIONS, DTYPES
+from rawops._gemm_config import ACTIVATIONS
 from rawops._gemm_maps import encode, k_major, map_of
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
@@ -41,14 +41,10 @@ _LAUNCH, _STAGED, _SLAB, _SLAB_TOKEN = 2800, 800, 600, 45
 _SPLIT, _SUM_BYTES = 2800, 3000
 
 
-def spec_of(params: ParamStruct, scale_dtypes: tuple[str, ...], formats: int, groups: tuple[int, ...]) -> KernelSpec:
-    """Declare the kernel, which takes the parameters of gemm_w4.cu."""
+def spec_of(params: ParamStruct, types: dict[str, tuple], groups: tuple[int, ...]) -> KernelSpec:
+    """Declare the kernel, which takes the parameters of gemm_w4.cu, and the types that every kernel has."""
     choices = {
-        "dtype": DTYPES[:2],
-        "out_dtype": DTYPES[:3],
-        "scale_dtype": scale_dtypes,
-        "format": tuple(range(formats)),
-        "has_zeros": (False, True),
+        **types,
         "group": groups,
         "tokens": tuple(sorted({tokens for tokens, _, _ in TILES})),
         "units": (1, 2, 4),

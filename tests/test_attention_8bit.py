@@ -105,13 +105,14 @@ def test_masks(hopper, force, rng, mask):
     check(hopper, operands(rng, B=2, Sq=Sq, Sk=Sk), **options)
 
 
-@pytest.mark.parametrize(("scale", "k"), [(0.3, WEIGHTS), (40.0, 4 * WEIGHTS)])
-def test_growing_scores(hopper, force, rng, scale, k):
+@pytest.mark.parametrize("scale", [0.3, 40.0])
+def test_growing_scores(hopper, force, rng, scale):
     """Maxima that rise from block to block: weights that would be too large are made again.
 
-    Of scores in the thousands, the bits that tensor cores drop are a share of the weight.
+    Of scores in the thousands, the bits that tensor cores drop, and the emulator does not, are a share of the weight.
     """
     force(64)
+    k = WEIGHTS if hopper.is_emulated or scale < 1 else 4 * WEIGHTS
     q, keys, v = operands(rng, Sq=66, Sk=330)
     keys = (keys.astype(np.float32) * np.linspace(4, 0.1, 330)[:, None, None]).astype(FLOAT8)  # the last come first
     check(hopper, (q, keys, v), k=k, softmax_scale=scale)
