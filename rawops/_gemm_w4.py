@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rawops import _gemm_w4_sm90, _gemm_w4_wide
+from rawops import _gemm_w4_gemv, _gemm_w4_sm90, _gemm_w4_wide
 from rawops._gemm_call import Product, reduction, slices_of
 from rawops._gemm_config import CALL_FIELDS, LAYOUT_CHOICES, SHAPE_FIELDS, SWIGLU, Config, Problem
 from rawops._gemm_maps import k_major
@@ -135,6 +135,7 @@ W4 = KernelSpec(
     ),
     params=_PARAMS,
 )
+W4_GEMV = _gemm_w4_gemv.spec_of(_PARAMS, _TYPES)
 W4_SM90 = _gemm_w4_sm90.spec_of(_PARAMS, _TYPES)
 W4_WIDE = _gemm_w4_wide.spec_of(_PARAMS, _TYPES, GROUPS)
 
@@ -234,19 +235,30 @@ class WeightProduct(Product):
         if not fits or self.options.split_k is not None:
             return None
         b_k_major = _gemm_w4_wide.is_k_major(operands["b"], N, K)
+        cols = N // 2 if described[-1] == SWIGLU else N
+        if _gemm_w4_gemv.takes(M, K, cols, N // cols, groups.size, b_k_major):
+            return self._direct(described, further, shape)
         if _gemm_w4_sm90.takes(M, K, groups.size, b_k_major):
             return self._streamed(described, further, groups, shape)
         # Up to eight tokens the other kernel takes as long as for one, which is less than here.
         return None if b_k_major is None or M <= 8 else self._wide(described, further, groups, b_k_major)
 
+    def _direct(self, described: tuple, further: dict, shape: bytes) -> _OnHopper:
+        """Return a product of up to eight tokens."""
+        device, operands, _, N, *_, activation = described
+        config = _gemm_w4_gemv.select_config(N, device.sm_count)
+        choices = {"dtype": operands["a"].dtype, "out_dtype": operands["out"].dtype, **self._groups(further)}
+        kernel = W4_GEMV.kernel(device, **choices, split=config.split, activation=activation)
+        return _OnHopper(kernel, (config.blocks, 1, 1), config, None, shape, _tail(further))
+
     def _streamed(self, described: tuple, further: dict, groups: Groups, shape: bytes) -> _OnHopper:
-        """Return a product of few tokens."""
+        """Return a product of up to sixteen tokens."""
         device, operands, M, N, K, _, activation = described
         cols = N // 2 if activation == SWIGLU else N
         limits, group_bytes = (device.sm_count, device.max_shared_bytes), (groups.scale_bytes, groups.zero_bytes)
-        config = _gemm_w4_sm90.select_config(M, N, K, N // cols, group_bytes, *limits)
+        config = _gemm_w4_sm90.select_config(N, K, N // cols, group_bytes, *limits)
         choices = {"dtype": operands["a"].dtype, "out_dtype": operands["out"].dtype, **self._groups(further)}
-        kernel = W4_SM90.kernel(device, **choices, tokens=config.tokens, activation=activation)
+        kernel = W4_SM90.kernel(device, **choices, activation=activation)
         maps = _gemm_w4_sm90.tensor_maps(device, operands, further, config, (M, N, K, cols))
         return _OnHopper(kernel, (config.blocks, 1, 1), config, maps, shape, _tail(further))
 
@@ -322,12 +334,12 @@ def _movable(x, rows: int) -> bool:
 
 @dataclass(frozen=True)
 class _OnHopper:
-    """A product in one launch of gemm_w4_sm90.cu or gemm_w4_wide_sm90.cu."""
+    """A product in one launch of gemv_w4.cu, or of gemm_w4_sm90.cu or gemm_w4_wide_sm90.cu, which take tensor maps."""
 
     kernel: Function
     grid: tuple[int, int, int]
-    config: _gemm_w4_sm90.Config | _gemm_w4_wide.Config
-    maps: Callable[..., bytes]
+    config: _gemm_w4_gemv.Config | _gemm_w4_sm90.Config | _gemm_w4_wide.Config
+    maps: Callable[..., bytes] | None
     shape: bytes
     tail: Callable[[tuple, list], tuple[bytes, None]]
 
@@ -336,7 +348,9 @@ class _OnHopper:
 
     def bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None]:
         params = pack_call(addresses, alpha, beta, self.shape) + self.tail((), addresses)[0]
-        values = self.maps(*addresses[:3], *addresses[len(ROLES) :]), params, self.config.packed
+        values = (params,)
+        if self.maps is not None:
+            values = self.maps(*addresses[:3], *addresses[len(ROLES) :]), params, self.config.packed
         block, shared_bytes = (self.config.threads, 1, 1), self.config.shared_bytes
         return lambda: self.kernel.launch(self.grid, block, values, shared_bytes, early=True)
 

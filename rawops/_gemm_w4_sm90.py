@@ -14,7 +14,7 @@ from rawops._runtime.kernel import KernelSpec, ParamStruct
 from rawops._runtime.tensormap import TensorMap
 
 GROUP = 128  # along K, that have a scale
-TOKENS = (8, 16)  # of an instance
+MOST_TOKENS = 16
 
 _UNIT = 32  # columns of a warp
 _SPAN = 128  # bytes of a swizzled row
@@ -22,13 +22,13 @@ _MAX_UNITS = 8  # whose columns are those of a box
 _MAX_CONSUMERS = 17  # warps
 _BUSY = 10  # of them, which the memory waits for
 _MIN_STAGES, _MAX_STAGES = 3, 32
-_STAGE_BYTES = 1024  # of weights for a token, at least: a block begins when its first stage is there
+_STAGE_BYTES = 16384  # of weights, at least, and no more than it takes: a block begins when its first stage is there
+_ROWS = 18  # of a box of tokens: two more than a lane reads, so that what eight lanes read lies in different banks
 _SHAPE_FIELDS = (
     "slices",
     "units",
     "stages",
     "groups",
-    "token_rows",
     "tokens_at",
     "scale_at",
     "zero_at",
@@ -40,17 +40,12 @@ _SHAPE = ParamStruct("StreamShape", **dict.fromkeys(_SHAPE_FIELDS, "int32"))
 
 def spec_of(params: ParamStruct, types: dict[str, tuple]) -> KernelSpec:
     """Declare the kernel, which takes the parameters of gemm_w4.cu, and the types that every kernel has."""
-    choices = {
-        **types,
-        "tokens": TOKENS,
-        "activation": tuple(range(len(ACTIVATIONS))),
-    }
+    choices = {**types, "activation": tuple(range(len(ACTIVATIONS)))}
     smoke = [
-        ("bfloat16", "bfloat16", "bfloat16", 0, False, 8, 0),
-        ("bfloat16", "bfloat16", "bfloat16", 0, False, 16, 0),
-        ("float16", "float16", "float32", 1, True, 16, 0),
-        ("float16", "float16", "float16", 2, False, 8, 5),
-        ("bfloat16", "float32", "float32", 1, True, 16, 5),
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, 0),
+        ("float16", "float16", "float32", 1, True, 0),
+        ("float16", "float16", "float16", 2, False, 5),
+        ("bfloat16", "float32", "float32", 1, True, 5),
     ]
     return specs.spec_of("gemm_w4_sm90.cu", "gemm_w4_sm90", choices, *smoke, params=params)
 
@@ -61,29 +56,22 @@ class Config:
 
     Attributes
     ----------
-    tokens : int
-        Of the kernel's instance.
     slices, units : int
         Warps of a block along K, and along N in units of 32 columns.
     blocks, stages : int
     groups : int
         Of a stage.
-    token_rows : int
-        Of a box of tokens: as many as there are, or two more than a lane reads, past M or not used, so that what eight
-        lanes read lies in different banks.
     weight_bytes, token_bytes, scale_bytes, zero_bytes : int
         Of a stage, as copies count them.
     parts : int
         2 for swiglu, whose boxes of scales and zero points begin on 128 bytes each.
     """
 
-    tokens: int
     slices: int
     units: int
     blocks: int
     stages: int
     groups: int
-    token_rows: int
     weight_bytes: int
     token_bytes: int
     scale_bytes: int
@@ -118,11 +106,11 @@ class Config:
         """StreamShape."""
         box_bytes = self.scale_at + self.scale_bytes + self.zero_bytes
         sizes = (self.weight_bytes, self.scale_at, self.zero_at, self.stage_bytes, box_bytes)
-        return _SHAPE.pack(self.slices, self.units, self.stages, self.groups, self.token_rows, *sizes)
+        return _SHAPE.pack(self.slices, self.units, self.stages, self.groups, *sizes)
 
 
 def select_config(
-    M: int, N: int, K: int, parts: int, group_bytes: tuple[int, int], sm_count: int, max_shared_bytes: int
+    N: int, K: int, parts: int, group_bytes: tuple[int, int], sm_count: int, max_shared_bytes: int
 ) -> Config:
     """Choose the shape of the blocks; pure arithmetic.
 
@@ -131,8 +119,6 @@ def select_config(
 
     Parameters
     ----------
-    M : int
-        At most 16.
     N : int
         Columns of b.
     K : int
@@ -143,7 +129,6 @@ def select_config(
         Of a scale and of a zero point.
     sm_count, max_shared_bytes : int
     """
-    tokens = next(n for n in TOKENS if n >= M)
     groups_of_k, units_of_n, most = K // GROUP, -(-N // _UNIT), _MAX_CONSUMERS
     found = []
     for slices in range(1, most + 1):
@@ -152,22 +137,22 @@ def select_config(
             rounds = -(-blocks // sm_count) * -(-groups_of_k // slices)
             found.append((rounds * max(slices * units, _BUSY), slices, units, blocks))
     rings = (
-        _with_ring(tokens, M, slices, units, blocks, parts, group_bytes, max_shared_bytes)
+        _with_ring(slices, units, blocks, parts, group_bytes, max_shared_bytes)
         for _, slices, units, blocks in sorted(found)
     )
     return next(config for config in rings if config)
 
 
 def _with_ring(
-    tokens: int, M: int, slices: int, units: int, blocks: int, parts: int, group_bytes: tuple, max_shared_bytes: int
+    slices: int, units: int, blocks: int, parts: int, group_bytes: tuple, max_shared_bytes: int
 ) -> Config | None:
     """Complete a configuration; None where too few stages fit."""
-    rows, columns = M if M in range(TOKENS[0]) else tokens + 2, units * _UNIT
-    groups = 2 * -(-_STAGE_BYTES * tokens // (columns * GROUP))
-    sizes = groups * columns * GROUP // 2, groups * rows * GROUP * 2, *(groups * columns * n for n in group_bytes)
-    config = Config(tokens, slices, units, blocks, 0, groups, rows, *sizes, parts)
+    columns = units * _UNIT
+    groups = 2 * -(-_STAGE_BYTES // (columns * GROUP))
+    sizes = groups * columns * GROUP // 2, groups * _ROWS * GROUP * 2, *(groups * columns * n for n in group_bytes)
+    config = Config(slices, units, blocks, 0, groups, *sizes, parts)
     config = replace(config, stages=min(max_shared_bytes // (config.stage_bytes + 16), _MAX_STAGES))
-    holds_sums = config.shared_bytes >= slices * columns * tokens * 4
+    holds_sums = config.shared_bytes >= slices * columns * MOST_TOKENS * 4
     return config if config.stages >= _MIN_STAGES and holds_sums else None
 
 
@@ -189,7 +174,7 @@ def tensor_maps(device, operands: dict, further: dict, config: Config, sizes: tu
         )
 
     describe = [
-        in_rows(a.dtype, M, a.row * 2, K * 2, (2 * config.groups, config.token_rows)),
+        in_rows(a.dtype, M, a.row * 2, K * 2, (2 * config.groups, _ROWS)),
         in_rows("uint8", N, b.col, K // 2, (config.groups // 2, columns)),
     ]
     for role in ("scale_b", "zero_b"):
@@ -206,4 +191,4 @@ def tensor_maps(device, operands: dict, further: dict, config: Config, sizes: tu
 
 def takes(M: int, K: int, group: int, b_k_major: bool | None) -> bool:
     """Tell whether the kernel can run a product whose operands TMA can read."""
-    return group == GROUP and 0 < M <= TOKENS[-1] and b_k_major is True and K % (2 * GROUP) == 0
+    return group == GROUP and 0 < M <= MOST_TOKENS and b_k_major is True and K % (2 * GROUP) == 0

@@ -1,4 +1,4 @@
-"""Few tokens and 4-bit weights with K contiguous in groups of 128: the kernel of Hopper that streams them."""
+"""Few tokens and 4-bit weights with K contiguous in groups of 128: the kernels that stream them on Hopper."""
 
 import itertools
 
@@ -8,12 +8,14 @@ from hopper_gemm import ran_on_hopper
 from packed_weights import Weights, integers, same
 
 import rawops
-from rawops._gemm_w4_sm90 import TOKENS, select_config
+from rawops import _gemm_w4_gemv as direct
+from rawops._gemm_w4_sm90 import select_config
 from rawops.testing import references, tolerances
 
 KERNEL = "gemm_w4_sm90"
+DIRECT = "gemv_w4"  # up to eight tokens
 CASES = [
-    ((1, 16, 256), "int4", False),
+    ((1, 16, 128), "int4", False),
     ((1, 48, 768), "uint4", True),
     ((2, 144, 256), "uint4", True),
     ((8, 64, 512), "float4_e2m1fn", False),
@@ -24,6 +26,10 @@ CASES = [
 ]
 
 
+def kernel_of(M: int) -> str:
+    return DIRECT if M <= 8 else KERNEL
+
+
 @pytest.mark.parametrize("size, b_dtype, zeros", CASES)
 def test_sizes_and_formats(hopper, rng, size, b_dtype, zeros):
     M, N, K = size
@@ -32,7 +38,7 @@ def test_sizes_and_formats(hopper, rng, size, b_dtype, zeros):
     a = integers(rng, (M, K), dtype)
     out = hopper.guarded((M, N), np.float32)
     weights.gemm(hopper.put(a), out=out)
-    assert ran_on_hopper(hopper, KERNEL)
+    assert ran_on_hopper(hopper, kernel_of(M))
     same(hopper, out, a.astype(float) @ weights.values)
 
 
@@ -44,7 +50,7 @@ def test_epilogue(hopper, rng, M, scale_dtype):
     keywords = {"alpha": 0.5, "beta": 2.0, "bias": bias, "activation": "swiglu"}
     given = {**keywords, "bias": hopper.put(bias)}
     got = weights.gemm(hopper.put(a), hopper.put(c), residual=hopper.put(c[:, : N // 2].copy()), **given)
-    assert ran_on_hopper(hopper, KERNEL)
+    assert ran_on_hopper(hopper, kernel_of(M))
     want = references.gemm(a, weights.values, c, residual=c[:, : N // 2], **keywords)
     tolerances.assert_close(hopper.get(got), want, "float16", k=K)
 
@@ -52,15 +58,35 @@ def test_epilogue(hopper, rng, M, scale_dtype):
 def test_more_rounds_than_stages(hopper, rng):
     """The ring comes round, and the last round has groups for a few of the slices only."""
     K = 128 * 92
-    for M in (1, 16):
-        config = select_config(M, 16, K, 1, (2, 0), 132, 227 * 1024)
-        assert config.stages * config.groups * 128 < K
-        assert K // 128 % config.slices
-        weights = Weights(hopper, rng, K, 16, 128, "int4")
-        a = integers(rng, (M, K))
-        got = weights.gemm(hopper.put(a), out_dtype="float32")
-        assert ran_on_hopper(hopper, KERNEL)
-        same(hopper, got, a.astype(float) @ weights.values)
+    config = select_config(16, K, 1, (2, 0), 132, 227 * 1024)
+    assert config.stages * config.groups * 128 < K
+    assert K // 128 % config.slices
+    weights = Weights(hopper, rng, K, 16, 128, "int4")
+    a = integers(rng, (16, K))
+    got = weights.gemm(hopper.put(a), out_dtype="float32")
+    assert ran_on_hopper(hopper, KERNEL)
+    same(hopper, got, a.astype(float) @ weights.values)
+
+
+@pytest.mark.parametrize("split", [4, 8, 16, 32])
+def test_warps_of_a_block(hopper, rng, monkeypatch, split):
+    """Groups that the warps share out, and fewer groups than warps."""
+    monkeypatch.setattr(direct, "select_config", lambda N, _: direct.Config(split, -(-N // 32)))
+    weights = Weights(hopper, rng, 128 * 9, 48, 128, "uint4", zeros=True)
+    a = integers(rng, (2, 128 * 9))
+    got = weights.gemm(hopper.put(a), out_dtype="float32")
+    assert ran_on_hopper(hopper, DIRECT)
+    same(hopper, got, a.astype(float) @ weights.values)
+
+
+def test_scales_that_no_lane_reads_at_once(hopper, rng):
+    """Columns that are no multiple of four go through tensor maps, however few the tokens."""
+    weights = Weights(hopper, rng, 512, 16, 128, "int4")
+    weights.b, weights.scale_b = weights.b[:, :14], weights.scale_b[:, :14]
+    a = integers(rng, (3, 512))
+    got = weights.gemm(hopper.put(a), out_dtype="float32")
+    assert ran_on_hopper(hopper, KERNEL)
+    same(hopper, got, a.astype(float) @ weights.values[:, :14])
 
 
 def test_views_and_batches(hopper, rng):
@@ -74,9 +100,9 @@ def test_views_and_batches(hopper, rng):
     weights.scale_b = hopper.put(scale)[1:-1, 8:-8]
     a = hopper.put(wide)[:, 2:5, 8:-8]
     same(hopper, weights.gemm(a[1], out_dtype="float32"), wide[1, 2:5, 8:-8].astype(float) @ weights.values)
-    assert ran_on_hopper(hopper, KERNEL)
+    assert ran_on_hopper(hopper, DIRECT)
     same(hopper, weights.gemm(a, out_dtype="float32"), wide[:, 2:5, 8:-8].astype(float) @ weights.values)
-    assert not hopper.report or not ran_on_hopper(hopper, KERNEL)
+    assert not hopper.report or not (ran_on_hopper(hopper, DIRECT) or ran_on_hopper(hopper, KERNEL))
 
 
 def test_nothing_read_without_alpha_and_nan_where_it_is_read(hopper, rng):
@@ -94,23 +120,23 @@ def test_others_take_the_general_kernel(hopper, rng, change):
     a = integers(rng, (rows, 264))
     part = hopper.put(a)[:, 1:257] if change == "start" else hopper.put(a)[:, :256]
     got = weights.gemm(part, out_dtype="float32", **({"split_k": 2} if change == "split" else {}))
-    assert not hopper.report or not ran_on_hopper(hopper, KERNEL)
+    assert not hopper.report or not (ran_on_hopper(hopper, DIRECT) or ran_on_hopper(hopper, KERNEL))
     same(hopper, got, hopper.get(part).astype(float) @ weights.values)
 
 
 def test_configurations():
     """One round of blocks where that is possible, and no more memory than there is."""
-    sizes = itertools.product((1, 8, 16), (16, 4096, 28672, 152064), (128, 4096, 14336), (1, 2), ((2, 0), (4, 1)))
-    for M, N, K, parts, group_bytes in sizes:
-        config = select_config(M, N, K, parts, group_bytes, 132, 227 * 1024)
-        assert config.tokens in TOKENS
-        assert config.tokens >= M
+    sizes = itertools.product((16, 4096, 28672, 152064), (128, 4096, 14336), (1, 2), ((2, 0), (4, 1)))
+    for N, K, parts, group_bytes in sizes:
+        config = select_config(N, K, parts, group_bytes, 132, 227 * 1024)
         assert config.blocks * config.units * 32 >= N
         assert config.threads <= 576
         assert config.shared_bytes <= 227 * 1024
         assert config.units * 32 <= 256
-    config = select_config(1, 28672, 4096, 1, (2, 0), 132, 227 * 1024)
+    config = select_config(28672, 4096, 1, (2, 0), 132, 227 * 1024)
     assert (config.blocks, config.units, config.slices) == (128, 7, 2)
+    splits = [direct.select_config(N, 132).split for N in (16, 4096, 8192, 14336, 28672)]
+    assert splits == [32, 32, 16, 8, 4]
 
 
 def test_a_plan(hopper, rng):
@@ -119,4 +145,4 @@ def test_a_plan(hopper, rng):
     for _ in range(2):
         a = integers(rng, (2, 512))
         same(hopper, plan(hopper.put(a), weights.b), a.astype(float) @ weights.values)
-    assert ran_on_hopper(hopper, KERNEL)
+    assert ran_on_hopper(hopper, DIRECT)

@@ -1,0 +1,119 @@
+// A few tokens, up to eight, times packed 4-bit weights, K contiguous: the weights come straight to the registers of the
+// lanes that dequantise them, at the speed at which the memory delivers them. With more tokens, which every block reads,
+// gemm_w4_sm90.cu is faster.
+//
+// A block has 32 columns, and SPLIT warps that take the groups of 128 along K in turn. What matters is that every SM has
+// enough loads on the way: many warps, of few registers each.
+#include "common/launches.cuh"
+#include "common/w4_stream.cuh"
+
+namespace rawops {
+
+// 16 bytes that are read once: the L1 keeps nothing of them. A load of a warp takes pieces of 64 bytes of eight rows, and
+// other warps what lies beside: the L2 is to fetch 256 bytes for the first of them.
+__device__ inline void load_once(uint32_t (&r)[4], const char* from) {
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "l"(from));
+}
+
+// A lane: where it finds what it multiplies next. Columns past the last one repeat those before.
+template <class Tile> class DirectLane {
+public:
+    __device__ DirectLane(const W4Params& params_, int n, int group, int lane) : params(params_) {
+        const GemmShape& shape = params.shape;
+        const int token = min_of(lane / 4, shape.M - 1), t = lane % 4;
+        n = min_of(n, shape.epilogue.cols - COLUMNS);
+        weights = static_cast<const char*>(params.call.b) + n * shape.b.col + group * (Tile::GROUP / 2) + t * 16;
+        tokens = static_cast<const T*>(params.call.a) + token * shape.a.row + group * Tile::GROUP + t * 32;
+        scale = static_cast<const Scale*>(params.groups.scale) + group * params.groups.scale_row + n;
+        zero = static_cast<const unsigned char*>(params.groups.zero) + group * params.groups.zero_row + n;
+    }
+
+    // acc += scale * (tokens @ (q - zero)), a group.
+    __device__ void add_group(typename Tile::Accumulators& acc) const {
+        const int cols = params.shape.epilogue.cols;
+        const char* column = weights;
+        uint32_t words[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            load_once(words[i], column);
+            column += i % COLUMNS == COLUMNS - 1 ? (cols - COLUMNS + 1) * params.shape.b.col : params.shape.b.col;
+        }
+        Vector<Scale, COLUMNS> scales[Tile::PARTS];
+        Vector<unsigned char, COLUMNS> zeros[Tile::PARTS];
+#pragma unroll
+        for (int part = 0; part < Tile::PARTS; ++part) {
+            scales[part] = *reinterpret_cast<const Vector<Scale, COLUMNS>*>(scale + part * cols);
+            if constexpr (Tile::kHasZeros) {
+                zeros[part] = *reinterpret_cast<const Vector<unsigned char, COLUMNS>*>(zero + part * cols);
+            }
+        }
+        typename Tile::Offsets offsets;
+        if constexpr (Tile::kHasZeros) {
+            const int sign = params.groups.zero_sign;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) offsets[i].set((zeros[i / COLUMNS].data[i % COLUMNS] ^ sign) - sign);
+        }
+        typename Tile::Accumulators sum = {};
+        multiply_group<Tile>(sum, words, offsets, [&](uint32_t (&to)[4], int q, int) {
+            load(to, tokens + q * 8);
+            pair_apart(to);
+        });
+#pragma unroll
+        for (int i = 0; i < 4; ++i) add_scaled<Tile>(acc, sum, i, widen(scales[i / COLUMNS].data[i % COLUMNS]));
+    }
+
+    // Goes on to another group.
+    __device__ void advance(int groups) {
+        weights += groups * (Tile::GROUP / 2);
+        tokens += groups * Tile::GROUP;
+        scale += groups * params.groups.scale_row;
+        zero += groups * params.groups.zero_row;
+    }
+
+private:
+    using T = typename Tile::T;
+    using Scale = typename Tile::Scale;
+    static constexpr int COLUMNS = Tile::COLUMNS;
+    const W4Params& params;
+    const char* weights;
+    const T* tokens;
+    const Scale* scale;
+    const unsigned char* zero;
+
+    // In this order: all of them early would take more registers than there are.
+    static __device__ void load(uint32_t (&r)[4], const T* from) {
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "l"(from)
+                     : "memory");
+    }
+};
+
+template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int SPLIT, int kActivation>
+__global__ void __launch_bounds__(SPLIT * kWarpSize, 32 / SPLIT) gemv_w4(const __grid_constant__ W4Params params) {
+    using Epilogue = Epilogue<T, Out, kActivation>;
+    using Tile = StreamTile<T, Scale, kFormat, kHasZeros, 8, Epilogue::kGated>;
+    __shared__ __align__(16) float shared[SPLIT * Tile::TOKENS * Tile::UNIT];
+    start_next_launch();
+    const StreamSums<Tile> sums{shared, SPLIT, 1};
+    const int slice = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, rows = params.shape.M;
+    DirectLane<Tile> self(params, blockIdx.x * Tile::COLS + sums.column(0, lane, 0), slice, lane);
+    await_launch_before();
+    const float alpha = params.call.alpha.read();
+    const int groups = alpha == 0 ? 0 : params.shape.K / Tile::GROUP;  // 0: a and b are not read
+    typename Tile::Accumulators acc = {};
+#pragma unroll 1
+    for (int group = slice; group < groups; group += SPLIT) {
+        self.add_group(acc);
+        self.advance(SPLIT);
+    }
+    sums.leave(acc, slice, 0, lane, rows);
+    __syncthreads();
+    const int batch[3] = {};
+    const Epilogue epilogue(params.call.epilogue, params.shape.epilogue, batch, alpha);
+    sums.finish(epilogue, rows, threadIdx.x, SPLIT * kWarpSize);
+}
+
+}  // namespace rawops

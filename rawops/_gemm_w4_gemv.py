@@ -1,0 +1,68 @@
+"""The host side of gemv_w4.cu: up to eight tokens and packed 4-bit weights that are contiguous along K."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rawops._gemm_config import ACTIVATIONS, SWIGLU
+from rawops._runtime.kernel import KernelSpec, ParamStruct
+
+GROUP = 128  # along K, that have a scale
+MOST_TOKENS = 8
+
+_UNIT = 32  # columns of a block
+_SPLITS = (4, 8, 16, 32)  # warps that share the K of a block
+_WARPS_PER_SM = 22  # that keep enough loads on the way
+
+
+def spec_of(params: ParamStruct, types: dict[str, tuple]) -> KernelSpec:
+    """Declare the kernel, which takes the parameters of gemm_w4.cu, and the types that every kernel has."""
+    choices = {**types, "split": _SPLITS, "activation": tuple(range(len(ACTIVATIONS)))}
+    smoke = (
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, 4, 0),
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, 16, 0),
+        ("float16", "float16", "float32", 1, True, 8, 0),
+        ("float16", "float16", "float16", 2, False, 16, SWIGLU),
+        ("bfloat16", "float32", "float32", 1, True, 32, SWIGLU),
+    )
+    return KernelSpec(
+        source="gemv_w4.cu",
+        entry="rawops::gemv_w4",
+        template=tuple(choices),
+        choices=choices,
+        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
+        min_arch=90,
+        max_arch=90,
+        params=params,
+        spills={"sm_90a": 48},  # with zero points or float4, where 64 registers are a few too few
+    )
+
+
+def takes(M: int, K: int, cols: int, parts: int, group: int, b_k_major: bool | None) -> bool:
+    """Tell whether the kernel can run a product whose operands lie on 16-byte boundaries.
+
+    A lane reads the scales of its neighbouring columns at once: four, or with `parts` 2, of swiglu, two of each part.
+    """
+    fits = group == GROUP and K % GROUP == 0 and cols % (4 // parts) == 0
+    return fits and 0 < M <= MOST_TOKENS and b_k_major is True
+
+
+@dataclass(frozen=True)
+class Config:
+    """Warps of a block, which share its K, and the number of blocks."""
+
+    split: int
+    blocks: int
+    shared_bytes: ClassVar[int] = 0  # beside what the kernel declares
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.split
+
+
+def select_config(N: int, sm_count: int) -> Config:
+    """Choose the fewest warps that keep the memory busy; as measured on an H200."""
+    blocks = -(-N // _UNIT)
+    enough = (split for split in _SPLITS if blocks * split >= _WARPS_PER_SM * sm_count)
+    return Config(next(enough, _SPLITS[-1]), blocks)
