@@ -95,12 +95,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(WARPS* kWarpS
     constexpr bool kNeedsMore = ROWS > 1;  // than the registers a thread that a block of so many warps starts with
     extern __shared__ __align__(1024) unsigned char storage[];
     __shared__ __align__(8) uint64_t ring_words[2 * STAGES];
-    bool reads_a;  // asked here, and all else at the end: registers are scarce between
-    {
-        const SpmmEnd<T> end(call, shape);
-        if (end.keeps_y) return;
-        reads_a = end.reads_a;
-    }
     const int index = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int cluster = blockIdx.x / kCluster, warp = blockIdx.x * WARPS + index;
     Ring ring = {fixed(shared_address(storage)), {fixed(shared_address(ring_words))}};
@@ -108,8 +102,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(WARPS* kWarpS
         prefetch_tensor_map(map);
         ring.barriers.init(WARPS * kCluster);
     }
-    if (index == WARPS) ring.look_ahead(plan, reads_a, cluster, lane);
+    if (index == WARPS) ring.look_ahead(plan, true, cluster, lane);
     cluster_sync();
+    bool reads_a;  // asked here, and all else at the end: registers are scarce between
+    {
+        const SpmmEnd<T> end(call, shape);  // which waits for the launch before
+        if (end.keeps_y) return;
+        reads_a = end.reads_a;
+    }
     if (index >= WARPS) {
         if constexpr (kNeedsMore) release_registers<WARPS == 8 ? 72 : 32>();
         if (index == WARPS) ring.fill(plan, reads_a, cluster, map, lane);

@@ -17,6 +17,7 @@ from rawops._sparse_spmv import ACCUMULATOR, CALL, TYPES, pack, types_of
 _THREADS, _WARP = 256, 32
 _SEGMENT = 2048  # entries of a long row for one block
 _BLOCK_WORK, _BLOCK_ROWS = 1024, 128  # entries of a block's rows, about, and how many rows
+_WIDE_BLOCK_ROWS = 64  # with 32 lanes: what all blocks read and write at a time stays in the L2
 _SHARE = 4  # groups that share a row at most
 _COLUMN_ROWS = 8  # rows that a group takes at most where a block's squares are added up
 _BLOCKS_PER_SM, _WAVES = 4, 4  # blocks that an SM holds, and times that it is filled where there are many rows
@@ -117,7 +118,8 @@ def layout_for(columns: int, itemsize: int, alignment: int, mean: float) -> Layo
     longest = int(min(max(16 * share, 2 * mean, 64 if lanes == _WARP else 0), _LONG))
     split = max(longest, 64 * _WARP // lanes)
     teams = _THREADS // (lanes * share)
-    rows_a_team = power_of_two(min(_BLOCK_WORK / max(mean, 1), _BLOCK_ROWS) / teams, 1, _BLOCK_ROWS)
+    most = _WIDE_BLOCK_ROWS if lanes == _WARP else _BLOCK_ROWS
+    rows_a_team = power_of_two(min(_BLOCK_WORK / max(mean, 1), most) / teams, 1, most)
     return Layout(access, lanes, share, longest, split, rows_a_team)
 
 

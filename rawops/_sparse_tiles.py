@@ -157,7 +157,8 @@ class OnTensorCores:
         rows = layout.rows_of(tile_rows, tiles_n, device.sm_count)
         groups = -(-tile_rows // (layout.warps * rows * layout.cluster)) * layout.cluster
         key = layout, rows
-        if key not in self.packed:
+        is_new = key not in self.packed
+        if is_new:
             self.packed[key] = pack_tiles(self.blocks, layout, rows, groups)
         packed, stages = self.packed[key], layout.stages(device)
         call = CALL.pack(pointer(packed.tiles), 0, 0, pointer(x), pointer(y), *alpha, *beta, 0, 0, *self.blocks.shape)
@@ -170,7 +171,8 @@ class OnTensorCores:
             values, threads = (*values, _map(device, x, packed.span)), threads + 128
         else:
             kernel = BSR.kernel(device, **names)
-        kernel.launch((groups, tiles_n, 1), (threads, 1, 1), values, shared_bytes)
+        # It looks up columns before it waits for the launch before, which may not be the one that made them.
+        kernel.launch((groups, tiles_n, 1), (threads, 1, 1), values, shared_bytes, early=not is_new)
 
 
 class OnCudaCores:

@@ -335,7 +335,7 @@ def lsmr(
     conlim : float
         Stop where the estimate of the condition of A passes it; 0 is no limit.
     maxiter : int, optional
-        min(m, n) if left out, as SciPy has it.
+        min(m, n) if left out, as SciPy has it. With 0 or less, as there, no iteration is made.
     show : bool
         Show the progress, and how it ended.
     x0 : array (n,) or (n, 1), optional

@@ -203,3 +203,21 @@ def test_checks(device, rng):
         BSRMatrix.from_blocked_ell(device.put(np.ones((16, 16))), device.put(np.array([[2]])), (16, 32))
     with pytest.raises(ValueError, match="block must be 4, 8, 16 or 32"):
         Coordinates(rng, (3, 3), 1).put(device).to_bsr(5)
+
+
+def test_one_after_another(device, rng):
+    """A launch may begin before the one before it is done, and still reads what that one writes."""
+    count = 3 if device.is_emulated else 200
+    data = np.zeros((count, 16, 16), np.float16)  # a permutation with signs, so that numbers stay what they are
+    for block in data:
+        block[np.arange(16), rng.permutation(16)] = rng.choice([-1, 1], 16)
+    places = rng.permutation(count).astype(np.int32)
+    given = data, places, np.arange(count + 1, dtype=np.int32)
+    A = BSRMatrix.from_bsr(*map(device.put, given), (16 * count, 16 * count))
+    x = rng.integers(-8, 9, (16 * count, 136)).astype(np.float16)
+    here, there = device.put(x), device.put(np.full_like(x, np.nan))
+    for _ in range(3 if device.is_emulated else 30):
+        A.matmat(here, out=there)
+        here, there = there, here
+        x = (data @ x.reshape(count, 16, -1)[places]).reshape(x.shape)
+    np.testing.assert_array_equal(device.get(here), x)
