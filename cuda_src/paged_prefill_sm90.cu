@@ -22,6 +22,10 @@ public:
     __device__ void run(const AttentionSchedule<false>& schedule, const NoScales& scales) {
         if (warp < Tile::COPIERS) {
             auto load_by_warp = [&](const AttentionTask& work) {
+                if constexpr (!Tile::kStartsNext) {
+                    await_launch_before();
+                    start_next_launch();
+                }
                 load(work);
                 __syncwarp();
             };
@@ -126,6 +130,42 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     paged_prefill_sm90(const __grid_constant__ AttentionMaps maps, const __grid_constant__ AttentionParams params,
                        int section, int* taken) {
     run_attention<Tile, PagedProducer<Tile>>(maps, params, section, taken);
+}
+
+// The same for blocks that leave an SM room for one of paged_cascade_sm90.cu, which begins when the launch before is
+// complete, and learns from `done` how many consumers have written what they have.
+template <class Tile> struct Beside : Tile {
+    static constexpr int PRODUCER_REGISTERS = 48, REGISTERS = 144;
+    static constexpr bool kStartsNext = false;
+};
+
+// Has the L2 get the pages' numbers: where much is being copied, a look into memory takes more than a microsecond.
+__device__ inline void prefetch_table(const AttentionParams& params) {
+    constexpr int kLine = 32;  // entries
+    auto prefetch = [](const int* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); };
+    const int pages = params.shape.seqlen_k >> params.shape.page_shift;
+    const int64_t row = params.shape.block_table_batch;
+    for (int i = threadIdx.x * kLine; i < pages; i += blockDim.x * kLine) prefetch(params.call.block_table + i);
+    if (pages >= row) return;
+    // and of those that sequences have of their own
+    for (int b = blockIdx.x + threadIdx.x * gridDim.x; b < params.shape.total_q; b += blockDim.x * gridDim.x) {
+        prefetch(params.call.block_table + b * row + pages);
+    }
+}
+
+template <class T, int D, int BLOCK_N, int STAGES, bool kTurns,
+          class Tile = Beside<HopperAttention<T, D, D, 2, BLOCK_N, STAGES, kTurns, 0, float, true>>>
+__global__ void __maxnreg__(112)
+    paged_prefix_sm90(const __grid_constant__ AttentionMaps maps, const __grid_constant__ AttentionParams params,
+                      int section, int* taken, int* done) {
+    prefetch_table(params);
+    run_attention<Tile, PagedProducer<Tile>>(maps, params, section, taken);
+    const int group = threadIdx.x / kWarpGroupSize;
+    if (group == 0) return;
+    sync_group<kWarpGroupSize>(8 + group);
+    if (threadIdx.x % kWarpGroupSize == 0) {
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(done) : "memory");
+    }
 }
 
 }  // namespace rawops

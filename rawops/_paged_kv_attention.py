@@ -7,7 +7,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from rawops import _paged_kv_prefill, config
+from rawops import _paged_kv_cascade_sm90, _paged_kv_prefill, config
 from rawops._paged_kv_call import Op, Plan, check_vector, contiguous, in_order, keep_apart
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, check_pages, check_rows, describe, scale_strides
 from rawops._paged_kv_prefill import NO_PARTS, Parts
@@ -155,6 +155,8 @@ class Options:
         Keys of each sequence that come before its row of the block table.
     parts : bool
         Leave partial results.
+    beside : bool
+        The launch has SMs together with the other one of a cascade.
     """
 
     scale: float | None  # 1 / sqrt(head_dim)
@@ -163,6 +165,7 @@ class Options:
     num_splits: int
     skipped: int = 0
     parts: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,13 +213,15 @@ def plan_launch(
     group = heads // pool.num_heads
     scale = options.scale if options.scale is not None else 1 / math.sqrt(head_dim)
     out_strides = [s // out.dtype.itemsize for s in out.strides] if out is not None else [heads * head_dim, head_dim, 1]
-    if ragged and _paged_kv_prefill.takes(pool, q, q_address, options.num_splits):
+    if ragged and _paged_kv_prefill.takes(pool, q, q_address, options.num_splits, options.beside):
         alignments = q_address % 16, out_address % 16
         prefill = _paged_kv_prefill.plan(device, pool, q, out_strides, options, scale, has_slopes, alignments)
         if prefill is not None:
             return prefill
     if options.parts:
         return None
+    if options.beside:
+        return _paged_kv_cascade_sm90.plan(device, pool, q, out_strides, scale, options.skipped)
     padded = next(d for d in HEAD_DIMS if d >= head_dim)
     rows = 8 if group <= 8 and not ragged else _ROWS
     shares = 2 * device.sm_count // max(pool.batch * pool.num_heads * -(-group // rows), 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rawops import _paged_kv_cascade_sm90 as cascade_sm90
 from rawops._attention_merge import merge_states
 from rawops._paged_kv_allocator import PageAllocator, Sequence
 from rawops._paged_kv_append import append
@@ -19,8 +20,6 @@ from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import arrays, checks, dtypes
 
 _MAX_BATCHES = 32
-_CASCADE_BYTES = 64 << 20  # what the memory moves in the time of the launches that a cascade adds
-_CACHE_SPEED = 1.3  # of the L2 over the memory, from where rows of queries read shared pages again
 _NAME = "PagedKVCache"
 
 
@@ -225,7 +224,7 @@ class PagedKVCache:
         cascade : bool, optional
             Read the pages that all sequences begin with once for all of them (Hydragen, Juravsky et al., 2024,
             arXiv:2402.05099): the queries attend to the common part together, to the rest each alone, and the two are
-            merged. By default where that saves much memory traffic. Not with `window`, `alibi_slopes` or `num_splits`.
+            merged. By default where that saves enough traffic. Not with `window`, `alibi_slopes` or `num_splits`.
         out, return_lse, **options
             As for `rawops.paged_attention`: `softmax_scale`, `window`, `softcap`, `alibi_slopes`, `num_splits`.
 
@@ -239,7 +238,7 @@ class PagedKVCache:
             with self._lock:
                 batch = self._batch(_names_of(function, sequences))
                 pages = batch.shared_pages(self._allocator)
-                if pages and (cascade or self._saves(pages, q)):
+                if pages and (cascade or self._saves(pages, q, batch)):
                     return self._cascade(function, q, batch, pages, out, return_lse, options)
         elif cascade:
             checks.fail(ValueError, function, "cascade", f"be False with any of {', '.join(_APART)}", cascade)
@@ -413,13 +412,16 @@ class PagedKVCache:
             operands += (self.k_scale, self.v_scale, out)
             return attend(function, operands, asked, return_lse, self.layout, self._workspace)
 
-    def _saves(self, pages: int, q) -> bool:
-        """Tell whether reading shared pages once for 16 rows of queries saves enough for three launches more."""
-        if getattr(q, "ndim", None) != 3:
-            return False
-        group = q.shape[1] // self.num_kv_heads
-        reads = -(-len(q) * group // 16) / _CACHE_SPEED
-        return (len(q) - reads) * pages * self.pages[:1].nbytes > _CASCADE_BYTES
+    def _saves(self, pages: int, q, batch: Batch) -> bool:
+        together = self._overlaps(batch, pages * self.page_size, q)
+        rows = cascade_sm90.rows_of(q, self.num_kv_heads)
+        return cascade_sm90.saves(len(batch.names), rows, pages * self.pages[:1].nbytes, together)
+
+    def _overlaps(self, batch: Batch, common: int, q) -> bool:
+        """Tell whether launches for a common prefix and for the rest go at the same time, as far as is known here."""
+        own = [self._allocator[name].length - common for name in batch.names]
+        sizes = self.num_kv_heads, self.head_dim, cascade_sm90.rows_of(q, self.num_kv_heads)
+        return self.k_scale is None and cascade_sm90.overlaps(self._device, own, *sizes)
 
     def _cascade(self, function: str, q, batch: Batch, pages: int, out, return_lse: bool, options: dict):
         asked = _asked(function, options | {"causal": False})
@@ -432,8 +434,9 @@ class PagedKVCache:
         prefix, table, scales = batch.prefix, batch.block_table, (self.k_scale, self.v_scale)
         shared = (q, self.pages, table[:1, :pages], prefix[2:], prefix[:2], None, *scales, None)
         own = (q, self.pages, table[:, pages:], batch.seq_lens, None, None, *scales, out)
-        after = replace(asked, skipped=common)
-        parts = attend_to_prefix(function, shared, asked, self.layout, self._workspace)
+        beside = self._overlaps(batch, common, q)
+        parts = attend_to_prefix(function, shared, replace(asked, beside=beside), self.layout, self._workspace)
+        after = replace(asked, skipped=common, beside=parts is not None and parts.arrivals > 0)
         if parts is not None:
             return attend(function, own, after, return_lse, self.layout, self._workspace, prior=parts)
         first = attend(function, shared, asked, True, self.layout, self._workspace)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rawops import _attention_config as attention
+from rawops import _paged_kv_cascade_sm90 as cascade
 from rawops import _paged_kv_prefill_sm90 as hopper
 from rawops._attention_merge import merge_parts
 from rawops._attention_operands import access_of
@@ -47,13 +48,18 @@ KERNEL = KernelSpec(
 
 
 class Parts(NamedTuple):
-    """Partial results in a workspace: addresses of values and lse, floats from part to part, how many there are."""
+    """Partial results in a workspace: addresses of values and lse, floats from part to part, how many there are.
+
+    `done` is the address of a number that is `arrivals` when they are complete; 0 where nobody counts.
+    """
 
     values: int
     lse: int
     split: int
     lse_split: int
     count: int
+    done: int = 0
+    arrivals: int = 0
 
 
 NO_PARTS = Parts(0, 0, 0, 0, 0)
@@ -73,6 +79,8 @@ class Prefill:
         Partial results where keys are split: how many, and the floats of each and of its lse.
     merge : callable, optional
         Joins them.
+    arrivals : int
+        Of consumers that say when they have written theirs; 0 if they do not. Then there is room for one part more.
     """
 
     launch: Callable[[Workspace, tuple], None]
@@ -82,6 +90,7 @@ class Prefill:
     values: int
     sums: int
     merge: Callable[[int, int, int, int], None] | None
+    arrivals: int = 0
     copies_q: bool = False
 
     def run(self, device, addresses: tuple, workspace: Workspace) -> None:
@@ -97,22 +106,27 @@ class Prefill:
 
     def run_parts(self, device, addresses: tuple, workspace: Workspace) -> Parts:
         """Launch without an out and an lse, and return the partial results."""
-        floats = self.parts * self.values
-        target = workspace.prior(device, floats + self.parts * self.sums)
+        parts = self.parts + (self.arrivals > 0)
+        floats = parts * self.values
+        target = workspace.prior(device, floats + parts * self.sums)
         self._launch(addresses, target, target + 4 * floats, workspace)
-        return Parts(target, target + 4 * floats, self.values, self.sums, self.parts)
+        done = workspace.zeros(device, hopper.ZEROS) + hopper.DONE if self.arrivals else 0
+        return Parts(target, target + 4 * floats, self.values, self.sums, self.parts, done, self.arrivals)
 
     def _launch(self, addresses: tuple, target: int, target_lse: int, workspace: Workspace) -> None:
         q, _, _, pages, table, lens, cu, slopes, *_ = addresses
+        if self.arrivals:  # one sequence, as long as the table
+            lens = cu = 0
         call = (q, pages, pages + self.value_bytes, target, target_lse, slopes, 0, cu, 0, lens, table)
         self.launch(workspace, (*call, *self.shape))
 
 
-def takes(pool: Pool, q, q_address: int, num_splits: int) -> bool:
+def takes(pool: Pool, q, q_address: int, num_splits: int, beside: bool = False) -> bool:
     """Tell whether a call has enough queries, and arrays that this kernel reads."""
     if not pool.batch or pool.dtype not in DTYPES or pool.access != 16 or num_splits or access_of(q, q_address) != 16:
         return False
-    return q.shape[0] * (q.shape[1] // pool.num_heads) >= _MIN_ROWS * pool.batch
+    rows = q.shape[0] * (q.shape[1] // pool.num_heads)
+    return rows >= (min(cascade.MIN_ROWS, _MIN_ROWS) if beside else _MIN_ROWS) * pool.batch
 
 
 def plan(
@@ -140,11 +154,13 @@ def plan(
     }
     on_hopper = hopper.supports(device, problem, pool, views)
     if on_hopper:
-        chosen = hopper.select(problem, device.sm_count)
+        beside = options.beside and cascade.takes(head_dim, heads // pool.num_heads)
+        chosen = hopper.select(problem, device.sm_count, beside)
     else:
         chosen = attention.select_config(problem, device.sm_count, device.max_shared_bytes)
     blocks = chosen.row_tiles * (heads // chosen.packed) * chosen.splits
-    if blocks * pool.batch < _MIN_SMS * device.sm_count:
+    leaves_room = on_hopper and chosen.beside
+    if blocks * pool.batch < _MIN_SMS * device.sm_count and not leaves_room:
         return None
     shape, lse_shape = (chosen.splits, total_q, heads, head_dim), (chosen.splits, heads, total_q)
     merge, out_dtype = None, dtype
@@ -165,7 +181,9 @@ def plan(
     fields["scale"], fields["softcap"] = attention.score_scales(scale, options.softcap)
     fields = tuple(fields.get(name, 0) for name in attention.SHAPE_FIELDS)
     value_bytes = pool.numbers[1] * q.dtype.itemsize
-    return Prefill(launch, fields, value_bytes, chosen.splits, math.prod(shape[1:]), math.prod(lse_shape[1:]), merge)
+    sizes = chosen.splits, math.prod(shape[1:]), math.prod(lse_shape[1:])
+    arrivals = 2 * min(hopper.tiles_of(problem, chosen), device.sm_count) if leaves_room else 0
+    return Prefill(launch, fields, value_bytes, *sizes, merge, arrivals)
 
 
 def _shape_fields(problem: attention.Problem, pool: Pool, chosen) -> dict:

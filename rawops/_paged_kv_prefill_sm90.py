@@ -18,6 +18,8 @@ from rawops._runtime.tensormap import TensorMap
 
 _GROUP = 8  # rows that are copied together: the swizzle repeats after as many
 _ROWS = 64  # of a consumer
+_TASK_BYTES = 3 * (60 + 16)  # AttentionTasks, and their barriers
+ZEROS, DONE = 4, 4  # int32 that are 0 between launches, and where in bytes those begin that tell another launch the end
 _TASKS = 16  # tiles an SM, some of them empty, up to which a long sequence has blocks for all of its tiles
 
 _TEMPLATE = ("dtype", "out_dtype", "head_dim", "consumers", "block_n", "stages", "turns")
@@ -47,6 +49,24 @@ KERNEL = KernelSpec(
     max_arch=90,
     params=attention.PARAMS,
 )
+_PREFIX = ("dtype", "head_dim", "block_n", "stages", "turns")
+_BESIDE = {64: (96, 3), 128: (64, 2)}  # keys of a block and stages that leave an SM room, by head_dim
+PREFIX = KernelSpec(
+    source="paged_prefill_sm90.cu",
+    entry="rawops::paged_prefix_sm90",
+    template=_PREFIX,
+    choices={
+        "dtype": DTYPES,
+        "head_dim": tuple(_BESIDE),
+        "block_n": (64, 96),
+        "stages": (2, 3),
+        "turns": (True,),
+    },
+    smoke=[dict(zip(_PREFIX, ("float16", d, *sizes, True), strict=True)) for d, sizes in _BESIDE.items()],
+    min_arch=90,
+    max_arch=90,
+    params=attention.PARAMS,
+)
 
 
 class Choice(NamedTuple):
@@ -56,6 +76,7 @@ class Choice(NamedTuple):
     packed: int
     row_tiles: int
     splits: int
+    beside: bool = False  # it leaves an SM room for a block of paged_cascade_sm90.cu
 
 
 def supports(device, problem: attention.Problem, pool: Pool, views: dict[str, View]) -> bool:
@@ -80,12 +101,15 @@ def _box_columns(head_dim: int) -> int:
     return 64 if attention.padded(head_dim) % 64 == 0 else 32
 
 
-def select(problem: attention.Problem, sm_count: int) -> Choice:
+def select(problem: attention.Problem, sm_count: int, beside: bool = False) -> Choice:
     """Choose the tile, and how many blocks share the work; pure arithmetic on averages, since lengths are not known."""
     config = contiguous.select_config(problem, sm_count, 1)
     config = dataclasses.replace(config, consumers=2)  # with three, registers would not do for the producer
     if config.head_dim == 128:
         config = dataclasses.replace(config, block_n=128)  # into which larger boxes go
+    if beside:
+        block_n, stages = _BESIDE[config.head_dim]
+        config = dataclasses.replace(config, block_n=block_n, stages=stages)
     packed = problem.group if _ROWS % problem.group == 0 else 1
     heads, rows = problem.heads // packed, problem.seqlen_q * packed
     average = -(-rows // (problem.batches * config.block_m))
@@ -94,28 +118,51 @@ def select(problem: attention.Problem, sm_count: int) -> Choice:
     tiles, splits = problem.batches * heads * average, 1
     if 3 * tiles < 2 * sm_count:
         splits = max(1, min(sm_count // tiles, problem.seqlen_k // (2 * config.block_n), attention.MOST_SPLITS))
-    return Choice(config, packed, row_tiles, splits)
+    return Choice(config, packed, row_tiles, splits, beside)
 
 
 def launcher(
     device, problem: attention.Problem, pool: Pool, choice: Choice, out_dtype: str, views: dict[str, View]
 ) -> Callable[[Workspace, tuple], None]:
     """Return what launches a problem with the values of AttentionParams."""
-    config = choice.config
-    kernel = _kernel(device, problem.dtype, out_dtype, config)
+    config, beside = choice.config, choice.beside
+    kernel = (
+        _prefix_kernel(device, problem.dtype, config) if beside else _kernel(device, problem.dtype, out_dtype, config)
+    )
     maps = _maps(device, problem, pool, choice, views)
-    tiles = (problem.batches + 1) * (problem.heads // choice.packed) * choice.row_tiles * choice.splits
+    tiles, shared_bytes = tiles_of(problem, choice), _shared_bytes(config)
     blocks = min(tiles, device.sm_count)
     # a section of all units that have rows, at most: the rows past all sequences come last, when every block has a tile
     units = problem.batches * (problem.heads // choice.packed)
     section = min(config.section, max(units, 1)) * choice.splits
 
     def launch(workspace: Workspace, values: tuple) -> None:
-        taken = workspace.zeros(device, 1) if tiles > blocks else 0
-        arguments = (maps(*values[:3]), attention.PARAMS.pack(*values), section, taken)
-        kernel.launch((blocks, 1, 1), (config.threads, 1, 1), arguments, config.shared_bytes)
+        zeros = workspace.zeros(device, ZEROS)
+        arguments = (maps(*values[:3]), attention.PARAMS.pack(*values), section, zeros if tiles > blocks else 0)
+        if beside:
+            arguments += (zeros + DONE,)
+        kernel.launch((blocks, 1, 1), (config.threads, 1, 1), arguments, shared_bytes, beside)
 
     return launch
+
+
+def tiles_of(problem: attention.Problem, choice: Choice) -> int:
+    """Return how many tiles there are; the rows past all sequences are one sequence more, if they may exist."""
+    sequences = problem.batches + (not choice.beside)
+    return sequences * (problem.heads // choice.packed) * choice.row_tiles * choice.splits
+
+
+def _shared_bytes(config: contiguous.Config) -> int:
+    """A tile of q, rings of k and v, barriers, and what the producer tells the others."""
+    rows = config.block_m + 2 * config.stages * config.block_n
+    return 2 * rows * config.head_dim + 16 * (2 * config.stages + config.consumers) + _TASK_BYTES
+
+
+def _prefix_kernel(device, dtype: str, config: contiguous.Config) -> Function:
+    choices = {name: getattr(config, name) for name in ("head_dim", "block_n", "stages", "turns")}
+    kernel = PREFIX.kernel(device, dtype=dtype, **choices)
+    kernel.loaded.leave_room()
+    return kernel
 
 
 def _kernel(device, dtype: str, out_dtype: str, config: contiguous.Config) -> Function:
@@ -135,7 +182,7 @@ def _maps(device, problem: attention.Problem, pool: Pool, choice: Choice, views:
     """Return a function from the addresses of q, keys and values to their tensor maps."""
     config, size = choice.config, 2
     box = _box_columns(config.head_dim)
-    swizzle, boxes = box * size, config.head_dim // box
+    swizzle = box * size
     _, total, heads, columns = views["q"].shape
     _, row, head, _ = (s * size for s in views["q"].strides)
     # a box of q has the heads that lie side by side in a tile, query after query
@@ -147,20 +194,38 @@ def _maps(device, problem: attention.Problem, pool: Pool, choice: Choice, views:
         box=(1, 1, _ROWS // choice.packed, choice.packed, box),
         swizzle=swizzle,
     )
-    num_pages, page_size, kv_heads, _ = views["k"].shape
-    _, row, head, _ = (s * size for s in views["k"].strides)
-    pages = functools.partial(
+    pages = pages_map(problem.dtype, pool, views["k"], config.head_dim, config.block_n, 128 if choice.beside else 256)
+    return encoded(device, (queries, pages, pages))
+
+
+def pages_map(
+    dtype: str, pool: Pool, keys: View, head_dim: int, block_n: int, promotion: int
+) -> Callable[[int], TensorMap]:
+    """Return a function from the address of keys or values to their map: boxes of a page, or what divides a block.
+
+    Bytes that come from memory are faster with a `promotion` of 128.
+    """
+    box = _box_columns(head_dim)
+    swizzle, boxes, size = 2 * box, head_dim // box, 2
+    num_pages, page_size, kv_heads, _ = keys.shape
+    _, row, head, _ = (s * size for s in keys.strides)
+    return functools.partial(
         TensorMap,
-        dtype=dtypes.numpy(problem.dtype),
+        dtype=dtypes.numpy(dtype),
         shape=(kv_heads, (num_pages - 1) * page_groups(pool) + page_size // _GROUP, boxes, _GROUP, box),
         strides=(head if kv_heads > 1 else 16, _GROUP * row, swizzle, row, size),
-        box=(1, min(page_size, config.block_n & -config.block_n) // _GROUP, boxes, _GROUP, box),
+        box=(1, min(page_size, block_n & -block_n) // _GROUP, boxes, _GROUP, box),
         swizzle=swizzle,
+        l2_promotion=promotion,
     )
+
+
+def encoded(device, describe: tuple[Callable[[int], TensorMap], ...]) -> Callable[..., bytes]:
+    """Return a function from addresses to the maps of what lies there."""
     encode = TensorMap.encode_emulated if device.is_emulated else TensorMap.encode_driver
 
     @functools.lru_cache(maxsize=64)
-    def maps(q: int, k: int, v: int) -> bytes:
-        return b"".join(encode(describe(address)) for describe, address in ((queries, q), (pages, k), (pages, v)))
+    def maps(*addresses: int) -> bytes:
+        return b"".join(encode(d(address)) for d, address in zip(describe, addresses, strict=True))
 
     return maps

@@ -20,8 +20,8 @@ def force(monkeypatch):
     """Have the kernel take few rows too, with a tile of the test's choice and few blocks that walk over many tiles."""
 
     def fix(blocks: int = 3, **changes) -> None:
-        def chosen(problem, sm_count):
-            return select(problem, blocks)._replace(**changes)
+        def chosen(problem, sm_count, beside):
+            return select(problem, blocks, beside)._replace(**changes)
 
         select = _paged_kv_prefill_sm90.select
         forget_plans(monkeypatch)

@@ -433,7 +433,7 @@ template <class Tile, class Producer = AttentionProducer<Tile>, class Scales = N
 __device__ inline void run_attention(const AttentionMaps& maps, const AttentionParams& params, int section, int* taken,
                                      const Scales& scales = Scales(), const TensorMap* out_map = nullptr) {
     extern __shared__ __align__(1024) char shared[];
-    start_next_launch();
+    if (Tile::kStartsNext) start_next_launch();
     const AttentionExchange<Tile> exchange(shared);
     if (threadIdx.x == 0) {
         exchange.init();

@@ -38,6 +38,7 @@ struct HopperAttention {
     using Output = float[DV / 2];
     using Weights = uint32_t[BLOCK_N * ITEM / 32][4];
 
+    static constexpr bool kStartsNext = true;  // the next launch may begin at once
     static constexpr int PLACES = 3;  // of tasks: one is under way, the next one begins before that ends
     static constexpr int Q_BYTES = 64 * D * ITEM;  // of a consumer
     static constexpr int K_BYTES = BLOCK_N * D * ITEM, V_BYTES = BLOCK_N * DV * ITEM;

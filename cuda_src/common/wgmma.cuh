@@ -105,6 +105,8 @@ template <int N> struct Wgmma;
 #define RAWOPS_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define RAWOPS_D8(i) RAWOPS_D(i), RAWOPS_D(i + 4)
 
+#define RAWOPS_P8 "%3, %4, %5, %6"
+#define RAWOPS_V8 RAWOPS_D(0)
 #define RAWOPS_P16 "%3, %4, %5, %6, %7, %8, %9, %10"
 #define RAWOPS_V16 RAWOPS_D8(0)
 #define RAWOPS_P32 RAWOPS_P16 ", %11, %12, %13, %14, %15, %16, %17, %18"
@@ -138,6 +140,7 @@ template <int N> struct Wgmma;
 #define RAWOPS_P256 RAWOPS_P240 ", %123, %124, %125, %126, %127, %128, %129, %130"
 #define RAWOPS_V256 RAWOPS_V240, RAWOPS_D8(120)
 
+RAWOPS_WGMMA(8, "%7", "%8", "%9", "%10")
 RAWOPS_WGMMA(16, "%11", "%12", "%13", "%14")
 RAWOPS_WGMMA(32, "%19", "%20", "%21", "%22")
 RAWOPS_WGMMA(48, "%27", "%28", "%29", "%30")
