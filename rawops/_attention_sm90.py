@@ -33,8 +33,8 @@ _SHORT, _LONG = 1024, 4096  # keys
 _KEYS = {64: 128, 96: 176, 128: 128, 192: 112, 256: 80}  # of a block, by the wider head
 _KEYS_SCORED = {64: 128, 96: 128, 128: 112, 192: 96, 256: 64}
 _KEYS_8BIT = {64: 128, 96: 192, 128: 192, 192: 128, 256: 96}
-_TASK_BYTES = 60  # of an AttentionTask
-_STAGING_BYTES = 226 << 10  # of shared memory for operands, where results leave through the place of queries
+_TASK_BYTES = 68  # of an AttentionTask
+_ROOM_BYTES = 226 << 10  # of shared memory for operands
 _L2_BYTES = 32 << 20  # of keys and values that stay in the L2 while a section of heads is at work
 
 _TEMPLATE = ("dtype", "head_dim", "head_dim_v", "consumers", "block_n", "stages", "turns", "score", "out_dtype")
@@ -72,7 +72,7 @@ SM90 = KernelSpec(
     min_arch=90,
     max_arch=90,
     params=PARAMS,
-    spills={"sm_90a": 24},
+    spills={"sm_90a": 32},  # of the thread that plans, with three consumers
 )
 
 
@@ -151,8 +151,11 @@ class Config:
         rings = self.stages * self.block_n * (self.head_dim + self.head_dim_v) * self.itemsize
         if self.itemsize == 1:  # values as they come, and transposed
             rings += self.stages * self.block_n * self.head_dim_v
-        places = 2 if self.itemsize == 2 and self.consumers == 2 and 2 * queries + rings <= _STAGING_BYTES else 1
-        barriers = 16 * ((4 - self.itemsize) * self.stages + places**2 * self.consumers)
+        places = 2 if self.itemsize == 2 and self.consumers == 2 and 2 * queries + rings <= _ROOM_BYTES else 1
+        barriers = 16 * (3 * self.stages + places**2 * self.consumers)
+        more = self.block_n * self.head_dim * self.itemsize  # a stage of keys more, where it has room
+        if self.itemsize == 2 and places * queries + rings + more <= _ROOM_BYTES:
+            rings, barriers = rings + more, barriers + 16
         return places * queries + rings + barriers + 3 * (16 + _TASK_BYTES)
 
 

@@ -1,7 +1,9 @@
 // Flash attention on Hopper, a block's whole run.
 //
-//   warpgroup 0, two threads  one plans what comes next; TMA: q --> its tile; k, v --> two rings of stages
+//   warpgroup 0, a thread     TMA: k --> a ring of stages
+//                a thread     plans what comes next; TMA: q --> its tile
 //                a warp       TMA: a tile's results --> out, where they have room in shared memory
+//                a warp       TMA: v --> a ring of stages, and a search there for what is not finite
 //   the other warpgroups      wgmma: S = q @ k^T, softmax in registers, O += P @ v, O / l --> q's place or out; 64 rows each
 //
 // A consumer issues S of the next keys before O += P @ v of these, so that its softmax runs beside the latter; S of the
@@ -59,68 +61,72 @@ private:
         typename Tile::Output o;
         Softmax softmax;
         int block = uniform(exchange.work.at(slot_work).keys.end) - 1;
-        bool is_last = block == uniform(exchange.work.at(slot_work).keys.first);
-        bool is_tainted = begin(s, p, softmax, exchange.work.at(slot_work), block, is_last);
-        set_zero(o);
+        BlockNotes notes = exchange.work.at(slot_work).notes_of(block);
+        bool is_tainted = begin(s, p, softmax, exchange.work.at(slot_work), block, notes);  // or may be: `confirm`
+        bool has_sum = false;  // whether there is anything in o
 #pragma unroll 1
         while (true) {
+            bool turns_over = notes.is_last();
+            if (is_tainted) is_tainted = confirm();
             if (is_tainted) {
+                if (!has_sum) set_zero(o);
                 take_nonfinite(o, exchange.work.at(slot_work), block);
+                has_sum = true;
             } else if (kIsBare) {
-                const AttentionTask& work = exchange.work.at(slot_work);
-                const int left = uniform(block - work.keys.first), plain = uniform(work.plain_below(block));
-                run_plain(s, o, p, softmax, scale_of(work), plain, plain == left);
-                block -= plain;
-                is_last = plain == left;
+                run_plain(s, o, p, softmax, scale_of(exchange.work.at(slot_work)), notes.plain(), notes.ends_plain(),
+                          has_sum);
+                block -= notes.plain();
+                turns_over = notes.ends_plain();
             }
-            const bool turns_over = is_last;
-            bool stops = false;
-            if (turns_over) stops = !goes_on_after(slot_work);
-            if (uniform(stops)) break;  // said again, since the compiler forgets it over the wait in between
-            if (turns_over) await_q();
-            begin_step(s, o, p);
-            // While the products run; afterwards, shared memory is too far away.
+            int end = block;
+            if (turns_over) end = uniform(exchange.work.take(after(slot_work)).keys.end);
+            if (end == 0 && turns_over) break;  // no tile after this one, or none with keys
+            // All that there is to know of the next block is asked for before the products, which do not wait for it.
             const AttentionTask& work = exchange.work.at(turns_over ? after(slot_work) : slot_work);
-            block = (turns_over ? uniform(work.keys.end) : block) - 1;
-            is_last = block == uniform(work.keys.first);
-            const bool is_plain = uniform(work.plain.has(block));
-            is_tainted = uniform(!is_plain && is_cut(work, block) && find_nonfinite(slot));
+            block = end - 1;
+            notes = work.notes_of(block);
+            if (turns_over) await_q();
+            begin_step(s, o, p, has_sum);
+            has_sum = !turns_over;
+            is_tainted = notes.is_cut();
+            if (!Tile::kSearches && is_tainted) is_tainted = uniform(find_nonfinite(after(slot_v)));
             wgmma_wait<1>();
             hold(s);
             const int place = place_q(before(slot_q));  // of the last tile's queries
-            release_keys(is_last);
+            release_keys(notes.is_last());
             if (turns_over) {
                 wgmma_wait<0>();
                 hold(o);
                 finish(slot_work, o, softmax, place);
                 softmax = Softmax();
-                set_zero(o);
             }
-            if (!kPlain || !is_plain) finish_scores(s, work, block);
-            finish_step(s, o, p, softmax, scale_of(work));
+            if (!kPlain || !notes.is_plain()) finish_scores(s, work, block);
+            finish_step(s, o, p, softmax, scale_of(work), has_sum);
             if constexpr (kDrops) drop(p, work, block);
         }
-        multiply_values(o, p);
+        multiply_values(o, p, has_sum);
         wgmma_wait<0>();
         hold(o);
-        release_values(before(slot));
+        release_values();
         finish(slot_work, o, softmax, place_q(before(slot_q)));
     }
 
     // Blocks that all rows see, with nothing to be asked between one and the next: most of the time goes here. Nobody
     // looks for the maximum of their scores. The weights are made relative to the bases as they are, which nearly always
-    // is right; if not, the scores are made again. `ends`: the last block is the tile's.
+    // is right; if not, the scores are made again. `ends`: the last block is the tile's; `has_sum`: there is something in
+    // o, and will be after the first block.
     __device__ void run_plain(typename Tile::Scores& s, typename Tile::Output& o, typename Tile::Weights& p,
-                              Softmax& softmax, float scale, int count, bool ends) {
+                              Softmax& softmax, float scale, int count, bool ends, bool& has_sum) {
         float shift[2] = {softmax.shift(0), softmax.shift(1)};
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            begin_step(s, o, p);
+            begin_step(s, o, p, has_sum);
+            has_sum = true;
             wgmma_wait<1>();
             hold(s);
             if constexpr (!kGuesses) {
                 release_keys(ends && i + 1 == count);
-                finish_step(s, o, p, softmax, scale);
+                finish_step(s, o, p, softmax, scale, true);
                 continue;
             }
             float total[2];
@@ -128,7 +134,7 @@ private:
             const bool is_right = uniform(!sync_group_or<kWarpGroupSize>(kFirstId + number, !fits));
             wgmma_wait<0>();
             hold(o);
-            release_values(before(slot));
+            release_values();
             if (is_right) {
                 softmax.sum[0] += total[0], softmax.sum[1] += total[1];
             } else {
@@ -145,23 +151,25 @@ private:
     }
 
     // Issues the scores of the next keys and the product of these weights with their values.
-    __device__ void begin_step(typename Tile::Scores& s, typename Tile::Output& o, const typename Tile::Weights& p) const {
+    __device__ void begin_step(typename Tile::Scores& s, typename Tile::Output& o, const typename Tile::Weights& p,
+                               bool has_sum) const {
         await_keys();
         await_turn();
         multiply_keys(s);
-        multiply_values(o, p);
+        multiply_values(o, p, has_sum);
         end_turn();
     }
 
-    // Turns scores into weights, beside the product with earlier ones, and then brings the sum of these to the same base.
+    // Turns scores into weights, beside the product with earlier ones, and then brings the sum of these, if it is of the
+    // same tile, to the same base.
     __device__ void finish_step(typename Tile::Scores& s, typename Tile::Output& o, typename Tile::Weights& p,
-                                Softmax& softmax, float scale) {
+                                Softmax& softmax, float scale, bool has_sum) {
         float correction[2];
         const bool moves = softmax.add(s, scale, correction);
         wgmma_wait<0>();
         hold(o);
-        release_values(before(before(slot)));
-        if (moves) rescale(o, correction);
+        release_values();
+        if (moves && has_sum) rescale(o, correction);
         AttentionAtom<T>::narrow(p, s);
     }
 
@@ -172,31 +180,24 @@ private:
 
     // The first block of the first tile: its weights. Tells whether its values are to be looked at one by one.
     __device__ bool begin(typename Tile::Scores& s, typename Tile::Weights& p, Softmax& softmax,
-                          const AttentionTask& work, int block, bool is_last) {
+                          const AttentionTask& work, int block, BlockNotes notes) {
         float correction[2];
         await_q();
         await_keys();
         multiply_keys(s);
-        const bool is_tainted = uniform(is_cut(work, block) && find_nonfinite(slot));
+        bool is_tainted = notes.is_cut();
+        if (!Tile::kSearches && is_tainted) is_tainted = uniform(find_nonfinite(slot_v));
         wgmma_wait<0>();
         hold(s);
-        release_keys(is_last);
-        if (!kPlain || !work.plain.has(block)) finish_scores(s, work, block);
+        release_keys(notes.is_last());
+        if (!kPlain || !notes.is_plain()) finish_scores(s, work, block);
         softmax.add(s, scale_of(work), correction);
         AttentionAtom<T>::narrow(p, s);
         if constexpr (kDrops) drop(p, work, block);
         return is_tainted;
     }
 
-    // Whether some row misses a key of a block that is in memory.
-    __device__ bool is_cut(const AttentionTask& work, int block) const {
-        return !work.plain.has(block) && !KeyBlocks::uncut<Tile>(params, work).has(block);
-    }
-    __device__ bool goes_on_after(const RingPosition<Tile::PLACES>& slot_work) const {
-        const AttentionTask& work = exchange.work.take(after(slot_work));
-        return uniform(work.tile >= 0 ? work.keys.end - work.keys.first : 0) > 0;
-    }
-    __device__ void await_keys() const { barrier_wait(exchange.k_barriers.full(slot.stage), slot.phase); }
+    __device__ void await_keys() const { barrier_wait(exchange.k_barriers.full(slot_k.stage), slot_k.phase); }
     __device__ void await_q() const { barrier_wait(exchange.q_barriers.full(place_q(slot_q)), slot_q.phase); }
 
     // Writes a tile, whose queries were at `place`, and lets go of it.
@@ -205,11 +206,14 @@ private:
         const AttentionTask& work = exchange.work.at(slot_work);
         softmax.complete();
         if constexpr (Tile::kStages) {
-            float factor[2];
-            store_sums(work, softmax, factor);
+            const float factor[2] = {factor_of(work, softmax.sum[0]), factor_of(work, softmax.sum[1])};
             stage(o, factor, exchange.q + place * Tile::Q_BYTES);
             sync();
             barrier_arrive_if(leads(), exchange.staged_barriers.full(place));
+            if (params.call.lse) {
+                store_lse(work, softmax);
+                sync();
+            }
             exchange.work.release(slot_work, leads());
         } else {
             store(work, o, softmax);
@@ -289,7 +293,8 @@ private:
     static constexpr int kAllId = 4, kFirstId = 5;
 
     const int number, thread;
-    RingPosition<Tile::STAGES> slot;  // of keys
+    RingPosition<Tile::K_STAGES> slot_k;  // of the keys that come next
+    RingPosition<Tile::STAGES> slot_v;    // of the values that come next
     RingPosition<Tile::Q_SLOTS> slot_q;
 
     __device__ int place_q(const RingPosition<Tile::Q_SLOTS>& at) const { return at.stage * Tile::CONSUMERS + number; }
@@ -308,12 +313,13 @@ private:
         sync();
         exchange.work.release(at, leads());
     }
-    __device__ void release_values(const RingPosition<Tile::STAGES>& at) const {
-        barrier_arrive_if(leads(), exchange.v_barriers.empty(at.stage));
+    __device__ void release_values() {
+        barrier_arrive_if(leads(), exchange.v_barriers.empty(slot_v.stage));
+        slot_v.advance();
     }
     __device__ void release_keys(bool with_q) {
-        barrier_arrive_if(leads(), exchange.k_barriers.empty(slot.stage));
-        slot.advance();
+        barrier_arrive_if(leads(), exchange.k_barriers.empty(slot_k.stage));
+        slot_k.advance();
         if (!Tile::kStages) barrier_arrive_if(with_q && leads(), exchange.q_barriers.empty(place_q(slot_q)));
         if (with_q) slot_q.advance();
     }
@@ -321,7 +327,7 @@ private:
     // Issues s = q @ k^T.
     __device__ void multiply_keys(typename Tile::Scores& s) const {
         const uint64_t q = Tile::OperandQ::descriptor(exchange.q + place_q(slot_q) * Tile::Q_BYTES);
-        const uint64_t k = Tile::OperandK::descriptor(exchange.k + slot.stage * Tile::K_BYTES);
+        const uint64_t k = Tile::OperandK::descriptor(exchange.k + slot_k.stage * Tile::K_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int byte = 0; byte < Tile::D * Tile::ITEM; byte += 32) {
@@ -332,40 +338,38 @@ private:
         wgmma_commit();
     }
 
-    // Issues o += p @ v with the values that go with the keys before those of `slot`.
-    __device__ void multiply_values(typename Tile::Output& o, const typename Tile::Weights& p) const {
+    // Issues o += p @ v, or o = p @ v without a sum.
+    __device__ void multiply_values(typename Tile::Output& o, const typename Tile::Weights& p, bool has_sum) const {
         using Operand = typename Tile::OperandV;
-        const RingPosition<Tile::STAGES> at = before(slot);
-        const uint64_t v = Operand::descriptor(exchange.v + at.stage * Tile::V_BYTES);
-        barrier_wait(exchange.v_barriers.full(at.stage), at.phase);
+        const uint64_t v = Operand::descriptor(exchange.v + slot_v.stage * Tile::V_BYTES);
+        barrier_wait(exchange.v_barriers.full(slot_v.stage), slot_v.phase);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Tile::BLOCK_N * Tile::ITEM / 32; ++step) {
-            AttentionAtom<T>::template multiply_values<Tile>(o, p[step], v, step, true);
+            AttentionAtom<T>::template multiply_values<Tile>(o, p[step], v, step, step > 0 || has_sum);
         }
         wgmma_commit();
     }
 
     // --- a value that is not finite, next to rows that do not see it: a weight of 0 would make it NaN
 
-    // Whether a stage has one: the same for all consumers.
+    // Whether a stage has one, or what may be one: the same for all consumers.
     __device__ bool find_nonfinite(const RingPosition<Tile::STAGES>& at) const {
-        const uint32_t tile = exchange.v + at.stage * Tile::V_BYTES + thread * 16;
-        uint32_t found = 0;
         barrier_wait(exchange.v_barriers.full(at.stage), at.phase);
-#pragma unroll 4
-        for (int i = 0; i < Tile::V_BYTES; i += kWarpGroupSize * 16) {
-            if (Tile::V_BYTES % (kWarpGroupSize * 16) != 0 && i + thread * 16 >= Tile::V_BYTES) break;
-            const uint4 words = load_quad(tile + i);
-            found |= nonfinite_mask<T>(words.x) | nonfinite_mask<T>(words.y) | nonfinite_mask<T>(words.z) | nonfinite_mask<T>(words.w);
-        }
+        const bool found = is_suspect<Tile, kWarpGroupSize>(exchange.v + at.stage * Tile::V_BYTES, thread);
         return sync_group_or<kWarpGroupSize>(kFirstId + number, found);
+    }
+    // The same of the coming stage, where a warp of the producer's searches it.
+    __device__ bool confirm() const {
+        if (!Tile::kSearches) return true;
+        barrier_wait(exchange.search_barriers.full(slot_v.stage), slot_v.phase);
+        return uniform(load_word(exchange.findings(slot_v.stage)));
     }
 
     // Adds such values of the coming stage to the rows that see them, and leaves zeros for the product.
     __device__ void take_nonfinite(typename Tile::Output& o, const AttentionBlock& work, int block) const {
         const int row = row_of(work);
-        const uint32_t tile = exchange.v + before(slot).stage * Tile::V_BYTES;
+        const uint32_t tile = exchange.v + slot_v.stage * Tile::V_BYTES;
         const KeyRange visible[2] = {Tile::visible(params.shape, work, row), Tile::visible(params.shape, work, row + 8)};
 #pragma unroll 1
         for (int key = 0; key < Tile::BLOCK_N; ++key) {
@@ -397,20 +401,26 @@ private:
         const int row = row_of(work), rows = work.rows(shape);
         auto* out = static_cast<typename Tile::Out*>(params.call.out) + work.split * shape.out_split +
                     work.batch * shape.out.batch + work.head * shape.out.head + work.q_begin * shape.out.row;
-        float factor[2];
-        store_sums(work, softmax, factor);
+        store_lse(work, softmax);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int at = row + half * 8;
             const int query = Tile::query(shape, at);
             const int head = Tile::kPaged ? at - query * shape.packed : 0;  // from the first of the tile
-            store_row(o, half, factor[half], out + query * shape.out.row + head * shape.out.head,
+            store_row(o, half, factor_of(work, softmax.sum[half]), out + query * shape.out.row + head * shape.out.head,
                       at < rows ? shape.head_dim_v : 0, thread % kWarpSize);
         }
     }
 
-    // Writes the logarithms of the rows' sums, and tells what the rows are to be multiplied by.
-    __device__ void store_sums(const AttentionTask& work, const Softmax& softmax, float (&factor)[2]) const {
+    // What a row with this sum of weights is to be multiplied by.
+    __device__ float factor_of(const AttentionTask& work, float sum) const {
+        const float gain = Tile::kBytes ? work.scale_v : kDrops ? params.shape.dropout.scale : 1.0f;
+        return sum == 0 ? 0 : __fdividef(gain, sum);
+    }
+
+    // Writes the logarithms of the rows' sums.
+    __device__ void store_lse(const AttentionTask& work, const Softmax& softmax) const {
+        if (!params.call.lse) return;
         const AttentionShape& shape = params.shape;
         const int row = row_of(work), rows = work.rows(shape);
         const int64_t lse_at = work.split * shape.lse_split + work.batch * shape.lse_batch +
@@ -420,11 +430,10 @@ private:
             const int at = row + half * 8, query = Tile::query(shape, at);
             const int head = Tile::kPaged ? at - query * shape.packed : 0;
             const float sum = softmax.sum[half];
-            if (params.call.lse && thread % 4 == 0 && at < rows) {
+            if (thread % 4 == 0 && at < rows) {
                 params.call.lse[lse_at + head * shape.lse_head + query] =
-                    sum == 0 ? -infinity() : (softmax.base[half] - Softmax::kGain + log2f(sum)) * kLn2;
+                    sum == 0 ? -infinity() : (softmax.base[half] - Softmax::kGain + log2_fast(sum)) * kLn2;
             }
-            factor[half] = sum == 0 ? 0 : (Tile::kBytes ? work.scale_v : kDrops ? shape.dropout.scale : 1.0f) / sum;
         }
     }
 };

@@ -30,6 +30,7 @@ __device__ inline uint32_t pack_e4m3(float a, float b, float c, float d) {
 }
 
 template <> struct AttentionAtom<__nv_fp8_e4m3> {
+    using T = __nv_fp8_e4m3;
     template <int COUNT> static __device__ void narrow(uint32_t (&p)[COUNT / 16][4], const float (&s)[COUNT]) {
 #pragma unroll
         for (int i = 0; i < COUNT / 4; ++i) {
@@ -46,6 +47,11 @@ template <> struct AttentionAtom<__nv_fp8_e4m3> {
         const int box = step * 32 / Tile::SPAN_T, within = step * 32 % Tile::SPAN_T;
         WgmmaE4m3<Tile::DV>::multiply(o, p, v + (box * Tile::DV * Tile::SPAN_T + within >> 4), accumulates);
     }
+    static __device__ void look(uint32_t& found, const uint4& words) {
+        found |= nonfinite_mask<T>(words.x) | nonfinite_mask<T>(words.y) | nonfinite_mask<T>(words.z) |
+                 nonfinite_mask<T>(words.w);
+    }
+    static __device__ bool is_suspect(uint32_t found) { return found != 0; }
     template <class Tile>
     static __device__ float2 nonfinite_pair(uint32_t tile, int key, int col, int thread) {
         const int place = key / 16 * 16 + key % 8 / 2 * 4 + key % 16 / 8 * 2 + key % 2;

@@ -1,5 +1,6 @@
 // What the warps of the Hopper attention do that do not multiply: plan, fetch operands, take results away.
 #pragma once
+#include "hopper_attention_rows.cuh"
 #include "hopper_attention_tile.cuh"
 #include "launches.cuh"
 
@@ -10,10 +11,11 @@ struct NoScales {
     __device__ void set(AttentionTask&, const AttentionParams&) const {}
 };
 
-// The producer: one thread that keeps the rings full, and another one that plans the tiles.
+// The producer: a thread that keeps the ring of keys full, a warp that does so with the values and searches them, and a
+// thread that plans the tiles.
 template <class Tile> class AttentionProducer {
 public:
-    static constexpr int THREADS = kWarpSize + 1;  // that run it
+    static constexpr int THREADS = Tile::kSearches ? kWarpGroupSize : kWarpSize + 1;  // that run it
 
     __device__ AttentionProducer(const AttentionMaps& maps_, const AttentionParams& params_,
                                  const AttentionExchange<Tile>& exchange_)
@@ -25,11 +27,13 @@ public:
             take_tiles([&](const AttentionTask& work) { load(work); }, true);
         }
         if (threadIdx.x == kWarpSize) plan(schedule, scales);
+        if (Tile::kSearches && threadIdx.x >= 3 * kWarpSize) bring_values();
     }
 
 protected:
-    // Says what comes next, well ahead: its divisions and what it asks of global memory take long.
-    template <class Scales> __device__ void plan(const AttentionSchedule<false>& schedule, const Scales& scales) const {
+    // Says what comes next, well ahead, since its divisions and what it asks of global memory take long. Fetches the
+    // queries, too, if those of two tiles have places.
+    template <class Scales> __device__ void plan(const AttentionSchedule<false>& schedule, const Scales& scales) {
         RingPosition<Tile::PLACES> slot;
         const AttentionCall& call = params.call;
         if (call.cu_seqlens_q || call.seqlens_k || !is_same<Scales, NoScales>) await_launch_before();  // they are read
@@ -46,10 +50,14 @@ protected:
                 work.plan<Tile>(params);
                 scales.set(work, params);
                 exchange.work.put(slot);
+                await_launch_before();  // which may write the queries, and use the counter of tiles
+                if (Tile::Q_SLOTS > 1 && work.has_keys()) load_q(work);
             }
-            await_launch_before();  // which may use the counter of tiles
+            await_launch_before();
         }
-        exchange.work.next(slot).tile = -1;  // the end
+        AttentionTask& none = exchange.work.next(slot);  // the end
+        none.tile = -1;
+        none.keys = {0, 0};
         exchange.work.put(slot);
     }
 
@@ -68,7 +76,8 @@ protected:
     const AttentionMaps& maps;
     const AttentionParams& params;
     const AttentionExchange<Tile>& exchange;
-    RingPosition<Tile::STAGES> slot_k, slot_v;
+    RingPosition<Tile::K_STAGES> slot_k;
+    RingPosition<Tile::STAGES> slot_v;
     RingPosition<Tile::Q_SLOTS> slot_q;
 
     __device__ void load(const AttentionTask& work) {
@@ -80,14 +89,10 @@ protected:
             load_keys<Tile::BOX, Tile::BOXES>(exchange.k, exchange.k_barriers, slot_k, maps.k, keys, block);
         };
         auto load_v = [&](int block) {
-            const uint32_t ring = Tile::kBytes ? exchange.raw : exchange.v;
-            const auto& barriers = Tile::kBytes ? exchange.raw_barriers : exchange.v_barriers;
-            load_keys<Tile::BOX_V, Tile::BOXES_V>(ring, barriers, slot_v, maps.v, keys, block);
+            if (!Tile::kSearches) load_values(work, block);
         };
-        const TensorCoordinates queries = {0, work.q_begin + work.tile * Tile::BLOCK_M, work.head, batch, 0};
-        if (Tile::Q_SLOTS > 1) load_q(queries);
         load_k(blocks.end - 1);
-        if (Tile::Q_SLOTS == 1) load_q(queries);
+        if (Tile::Q_SLOTS == 1) load_q(work);
 #pragma unroll 1
         for (int block = blocks.end - 1; block > blocks.first; --block) {
             load_k(block - 1);
@@ -96,7 +101,45 @@ protected:
         load_v(blocks.first);
     }
 
-    __device__ void load_q(TensorCoordinates from) {
+    __device__ void load_values(const AttentionTask& work, int block) {
+        const TensorCoordinates from = {0, work.k_begin, work.kv_head, params.call.cu_seqlens_q ? 0 : work.batch, 0};
+        const uint32_t ring = Tile::kBytes ? exchange.raw : exchange.v;
+        const auto& barriers = Tile::kBytes ? exchange.raw_barriers : exchange.v_barriers;
+        load_keys<Tile::BOX_V, Tile::BOXES_V>(ring, barriers, slot_v, maps.v, from, block);
+    }
+
+    // Loads values, and searches those of blocks that some row does not see all of for what is not finite, which would
+    // cost consumers more. By a warp.
+    __device__ void bring_values() {
+        const int lane = threadIdx.x % kWarpSize;
+        RingPosition<Tile::PLACES> slot_work;
+        RingPosition<Tile::STAGES> slot;
+        await_launch_before();
+#pragma unroll 1
+        while (true) {
+            const AttentionTask& work = exchange.work.take(slot_work);
+            if (uniform(work.tile) < 0) break;
+            const KeyBlocks keys = work.keys, uncut = work.uncut;
+#pragma unroll 1
+            for (int block = keys.end - 1; block >= keys.first; --block) {
+                if (lane == 0) load_values(work, block);
+                if (!uncut.has(block)) {
+                    barrier_wait(exchange.v_barriers.full(slot.stage), slot.phase);
+                    const bool found = is_suspect<Tile, kWarpSize>(exchange.v + slot.stage * Tile::V_BYTES, lane);
+                    const bool is_found = __any_sync(~0u, found);  // and all have looked
+                    if (lane == 0) store_word(exchange.findings(slot.stage), is_found);
+                }
+                if (lane == 0) barrier_arrive(exchange.search_barriers.full(slot.stage));
+                slot.advance();
+            }
+            __syncwarp();
+            exchange.work.release(slot_work, lane == 0);
+        }
+    }
+
+    __device__ void load_q(const AttentionTask& work) {
+        const int batch = params.call.cu_seqlens_q ? 0 : work.batch;
+        TensorCoordinates from = {0, work.q_begin + work.tile * Tile::BLOCK_M, work.head, batch, 0};
 #pragma unroll
         for (int i = 0; i < Tile::CONSUMERS; ++i, from.at[1] += 64) {
             const int place = slot_q.stage * Tile::CONSUMERS + i;
@@ -108,10 +151,9 @@ protected:
         slot_q.advance();
     }
 
-    template <int BOX, int BOXES>
-    __device__ void load_keys(uint32_t ring, const RingBarriers<Tile::STAGES>& barriers,
-                              RingPosition<Tile::STAGES>& slot, const TensorMap& map, TensorCoordinates from,
-                              int block) {
+    template <int BOX, int BOXES, int STAGES>
+    __device__ void load_keys(uint32_t ring, const RingBarriers<STAGES>& barriers, RingPosition<STAGES>& slot,
+                              const TensorMap& map, TensorCoordinates from, int block) {
         constexpr int BYTES = Tile::BLOCK_N * BOX * BOXES * Tile::ITEM;
         barrier_wait(barriers.empty(slot.stage), slot.phase ^ 1);
         barrier_arrive_expect(barriers.full(slot.stage), BYTES);

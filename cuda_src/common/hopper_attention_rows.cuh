@@ -107,17 +107,22 @@ template <int kLag_, int kGain_, int kMost_> struct OnlineSoftmax {
     }
 };
 
+// Of the keys that a thread has of a row, two of every eight, how many come within `offset` of the first one.
+__device__ inline int keys_within(int offset) { return offset <= 0 ? 0 : offset / 8 * 2 + min_of(offset % 8, 2); }
+// The lowest `count` bits; none for less than 0, all for more than 32.
+__device__ inline uint32_t low_bits(int count) { return count <= 0 ? 0 : ~0u >> 32 - min_of(count, 32); }
+
 // Minus infinity for the keys of a block that a row does not see. `column`: the key of s[0]; `half`: 0 for the thread's
-// first row, 1 for its second.
+// first row, 1 for its second. A bit a key, since seven of them become predicates at once.
 template <int COUNT>
 __device__ inline void mask_scores(float (&s)[COUNT], int half, const KeyRange& visible, int column) {
-    const uint32_t width = max_of(visible.end - visible.begin, 0);
-    const int offset = column - visible.begin;
+    const int begin = keys_within(visible.begin - column), end = keys_within(visible.end - column);
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
+    for (int first = 0; first < COUNT / 2; first += 32) {
+        const uint32_t seen = low_bits(end - first) & ~low_bits(begin - first);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            if (uint32_t(offset + i * 2 + j) >= width) s[i + half * 2 + j] = -infinity();
+        for (int i = first; i < min_of(first + 32, COUNT / 2); ++i) {
+            if (!(seen >> i - first & 1)) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
         }
     }
 }
@@ -158,6 +163,18 @@ template <class T> struct AttentionAtom {
                                            bool accumulates) {
         Wgmma<Tile::DV>::template multiply<T, false>(o, p, Tile::OperandV::advance(v, 0, step), accumulates);
     }
+    // Notes the largest magnitudes of some values. As if of float16, of which one instruction compares four, and keeps NaN:
+    // what is not finite in bfloat16 is NaN there, and so is what is finite and past 2 ** 121, which does no harm.
+    static __device__ void look(uint32_t& found, const uint4& words) {
+        const uint32_t each[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const __half2 magnitudes = __habs2(reinterpret_cast<const __half2&>(each[i]));
+            found = pack(__hmax2_nan(reinterpret_cast<const __half2&>(found), magnitudes));
+        }
+    }
+    static __device__ bool is_suspect(uint32_t found) { return nonfinite_halves<__half>(found) != 0; }
+
     // Of a key's values in columns `col` + thread % 4 * 2 and the next one, those that are not finite, else 0.
     template <class Tile>
     static __device__ float2 nonfinite_pair(uint32_t tile, int key, int col, int thread) {
@@ -167,6 +184,16 @@ template <class T> struct AttentionAtom {
         return widen_pair<T>(word & nonfinite_mask<T>(word));
     }
 };
+
+// Whether some of a tile's values are not finite, or may not be, as far as one of THREADS threads looks through them.
+template <class Tile, int THREADS> __device__ inline bool is_suspect(uint32_t tile, int thread) {
+    uint32_t found = 0;
+#pragma unroll 4
+    for (int i = thread * 16; i < Tile::V_BYTES; i += THREADS * 16) {
+        AttentionAtom<typename Tile::T>::look(found, load_quad(tile + i));
+    }
+    return AttentionAtom<typename Tile::T>::is_suspect(found);
+}
 
 // Writes one of the thread's two rows, accumulators times `factor`, as far as there are columns. By the whole warp.
 template <class T, int COUNT>

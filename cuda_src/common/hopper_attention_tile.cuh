@@ -43,21 +43,27 @@ struct HopperAttention {
     static constexpr int Q_BYTES = 64 * D * ITEM;  // of a consumer
     static constexpr int K_BYTES = BLOCK_N * D * ITEM, V_BYTES = BLOCK_N * DV * ITEM;
     static constexpr int RINGS = STAGES * (K_BYTES + (1 + kBytes) * V_BYTES);  // bytes
+    static constexpr int ROOM = 226 << 10;  // for them and for queries
     // Results leave through the place of a tile's queries, and the next tile's have another one, where there is room.
     static constexpr bool kStages = !kPaged && !kBytes && CONSUMERS == 2 && kTurns && DV <= D && is_same<T, Out> &&
-                                    2 * CONSUMERS * Q_BYTES + RINGS <= (226 << 10);
+                                    2 * CONSUMERS * Q_BYTES + RINGS <= ROOM;
     static constexpr int Q_SLOTS = 1 + kStages;
-    static constexpr int K_AT = Q_SLOTS * CONSUMERS * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
+    // Of keys, which are wanted first, there is a stage more where it has room.
+    static constexpr int K_STAGES =
+        STAGES + (!kPaged && !kBytes && Q_SLOTS * CONSUMERS * Q_BYTES + RINGS + K_BYTES <= ROOM);
+    static constexpr int K_AT = Q_SLOTS * CONSUMERS * Q_BYTES, V_AT = K_AT + K_STAGES * K_BYTES;
     static constexpr int RAW_AT = V_AT + STAGES * V_BYTES;  // values before they are transposed
     static constexpr int BARRIERS_AT = RAW_AT + kBytes * STAGES * V_BYTES;
-    static constexpr int WORK_AT = BARRIERS_AT + (2 + kBytes) * RingBarriers<STAGES>::BYTES +
+    static constexpr bool kSearches = !kPaged && !kBytes;  // values have a warp of their own: bring_values
+    static constexpr int WORK_AT = BARRIERS_AT + RingBarriers<K_STAGES>::BYTES +
+                                   (1 + kBytes + kSearches) * RingBarriers<STAGES>::BYTES +
                                    (1 + kStages) * RingBarriers<Q_SLOTS * CONSUMERS>::BYTES +
                                    RingBarriers<PLACES>::BYTES;
     static constexpr int PRODUCER_REGISTERS = kPaged ? 72 : CONSUMERS == 3 ? 32 : 40;
     static constexpr int REGISTERS = kPaged ? 216 : CONSUMERS == 3 ? 160 : 232;
     static constexpr int TRANSPOSERS = kBytes ? 2 : 0;  // warps
     static constexpr int COPIERS = kPaged ? 3 : 1;  // warps of the producer that start copies
-    static constexpr int READERS = COPIERS + CONSUMERS + TRANSPOSERS + kStages;  // of tasks
+    static constexpr int READERS = COPIERS + CONSUMERS + TRANSPOSERS + kStages + kSearches;  // of tasks
 
     // The query of a row, and the keys that it sees.
     static __device__ int query(const AttentionShape& shape, int row) { return kPaged ? row / shape.packed : row; }
@@ -127,16 +133,6 @@ struct KeyBlocks {
         return {keys.begin / Tile::BLOCK_N, ceil_div(keys.end, Tile::BLOCK_N)};
     }
 
-    // Those of which no row misses a key that is in memory: where the storage ends, TMA fills with zeros.
-    template <class Tile>
-    static __device__ KeyBlocks uncut(const AttentionParams& params, const AttentionBlock& block) {
-        const int row = block.tile * Tile::BLOCK_M, last = min_of(row + Tile::BLOCK_M, block.rows(params.shape)) - 1;
-        const int begin = Tile::visible(params.shape, block, last).begin;
-        const int end = Tile::visible(params.shape, block, row).end;
-        const bool is_last = end == block.k_len && !params.call.cu_seqlens_k && !params.call.seqlens_k;
-        return {ceil_div(begin, Tile::BLOCK_N), (end + is_last * (Tile::BLOCK_N - 1)) / Tile::BLOCK_N};
-    }
-
     __device__ bool has(int block) const { return block >= first && block < end; }
 };
 
@@ -188,27 +184,45 @@ template <class Work, int PLACES = 2> struct WorkRing {
 };
 using WorkSlots = WorkRing<AttentionBlock>;
 
-// A tile of queries and its blocks of keys. For those of `plain`, which all rows see, nothing else needs to be known.
+// What there is to know of a block of keys, in one number, since each that a warp is to have once takes a while.
+struct BlockNotes {
+    int bits;
+    __device__ bool is_last() const { return bits & 1; }     // of the tile
+    __device__ bool is_plain() const { return bits & 2; }    // all rows see it
+    __device__ bool is_cut() const { return bits & 4; }      // some row misses a key of it that is in memory
+    __device__ int plain() const { return bits >> 4; }       // how many that all rows see come next, one below the other
+    __device__ bool ends_plain() const { return bits & 8; }  // nothing comes after those
+};
+
+// A tile of queries and its blocks of keys. For those of `plain`, which all rows see, nothing else needs to be known. Of
+// those of `uncut` no row misses a key that is in memory: where the storage ends, TMA fills with zeros.
 struct AttentionTask : AttentionBlock {
-    KeyBlocks keys, plain;
+    KeyBlocks keys, plain, uncut;
     float scale, scale_v;  // float8: of the products, and of the values
 
     template <class Tile> __device__ void plan(const AttentionParams& params) {
-        const int row = tile * Tile::BLOCK_M;
+        const int row = tile * Tile::BLOCK_M, last = min_of(row + Tile::BLOCK_M, rows(params.shape)) - 1;
+        const int end = Tile::visible(params.shape, *this, row).end;
+        const bool is_whole = end == k_len && !params.call.cu_seqlens_k && !params.call.seqlens_k;
         keys = KeyBlocks::of<Tile>(params.shape, *this);
         plain = {ceil_div(Tile::visible(params.shape, *this, row + Tile::BLOCK_M - 1).begin, Tile::BLOCK_N),
-                 Tile::visible(params.shape, *this, row).end / Tile::BLOCK_N};
+                 end / Tile::BLOCK_N};
+        uncut = {ceil_div(Tile::visible(params.shape, *this, last).begin, Tile::BLOCK_N),
+                 (end + is_whole * (Tile::BLOCK_N - 1)) / Tile::BLOCK_N};
     }
     __device__ bool has_keys() const { return keys.first < keys.end; }
-    // How many blocks of `plain` come after `block`, one below the other.
-    __device__ int plain_below(int block) const {
-        return block > plain.end ? 0 : max_of(block - max_of(keys.first, plain.first), 0);
+    __device__ BlockNotes notes_of(int block) const {
+        const int left = block - keys.first;
+        const int below = block > plain.end ? 0 : max_of(block - max_of(keys.first, plain.first), 0);
+        return {uniform(below << 4 | (below == left) << 3 | !uncut.has(block) << 2 | plain.has(block) << 1 | (left == 0))};
     }
 };
 
 template <class Tile> struct AttentionExchange {
     uint32_t q, k, v, raw;
-    RingBarriers<Tile::STAGES> k_barriers, v_barriers, raw_barriers;
+    RingBarriers<Tile::K_STAGES> k_barriers;
+    RingBarriers<Tile::STAGES> v_barriers, raw_barriers;
+    RingBarriers<Tile::STAGES> search_barriers;  // `full` only: a stage of values has been searched
     RingBarriers<Tile::Q_SLOTS * Tile::CONSUMERS> q_barriers;  // of each consumer's rows
     RingBarriers<Tile::Q_SLOTS * Tile::CONSUMERS> staged_barriers;  // `full` only
     WorkRing<AttentionTask, Tile::PLACES> work;
@@ -220,16 +234,21 @@ template <class Tile> struct AttentionExchange {
           raw(q + Tile::RAW_AT),
           k_barriers{q + Tile::BARRIERS_AT},
           v_barriers{k_barriers.base + k_barriers.BYTES},
-          raw_barriers{v_barriers.base + Tile::kBytes * v_barriers.BYTES},
-          q_barriers{raw_barriers.base + raw_barriers.BYTES},
+          raw_barriers{v_barriers.base + v_barriers.BYTES},
+          search_barriers{raw_barriers.base + Tile::kBytes * raw_barriers.BYTES},
+          q_barriers{search_barriers.base + Tile::kSearches * search_barriers.BYTES},
           staged_barriers{q_barriers.base + q_barriers.BYTES},
           work{reinterpret_cast<AttentionTask*>(shared + Tile::WORK_AT),
                {staged_barriers.base + Tile::kStages * staged_barriers.BYTES}} {}
+
+    // What was found in a stage of values, 0 for nothing: in the place of a barrier that is not needed.
+    __device__ uint32_t findings(int stage) const { return search_barriers.empty(stage); }
 
     // By one thread; a __syncthreads() must follow.
     __device__ void init() const {
         k_barriers.init(Tile::CONSUMERS);
         v_barriers.init(Tile::CONSUMERS, max_of(Tile::TRANSPOSERS, 1));
+        for (int stage = 0; stage < Tile::kSearches * Tile::STAGES; ++stage) barrier_init(search_barriers.full(stage), 1);
         if (Tile::kBytes) raw_barriers.init(Tile::TRANSPOSERS);
         q_barriers.init(1);
         if (Tile::kStages) staged_barriers.init(1);
