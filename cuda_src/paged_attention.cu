@@ -21,7 +21,9 @@ struct PagedShape {
     static constexpr int RING_BYTES = STAGES * Tile::BYTES;  // of a warp
     // Of each warp's sums that have memory of their own. With 8 bits it goes to more warps.
     static constexpr int SPARE_ROWS = HEAD_DIM <= 128 && !Tile::kScaled ? 4 : 0;
+    using Mail = PairMail<SPARE_ROWS + !SPARE_ROWS, HEAD_DIM>;  // with clusters
     static constexpr int AT_ONCE = WARPS * BLOCKS > 8 ? 9 : 17;  // as registers allow
+    static_assert(CLUSTER == 1 || (CLUSTER == 2 && SPARE_ROWS > 0), "a pair of blocks has few rows");
     static_assert(Tile::BYTES >= ROWS * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
 };
 
@@ -39,9 +41,14 @@ public:
     // they save. And whether copies start before lengths are certain: with 8 bits there are not registers enough.
     static constexpr int PREFETCHED = Tile::kScaled ? STAGES : 1;
     static constexpr bool kCopiesEarly = !Tile::kScaled;
+    // And whether they start from pages as they were: that floods the memory at once, and where an SM has one large block
+    // it costs more than it saves.
+    static constexpr bool kTrustsPages = kCopiesEarly && Shape::BLOCKS > 1;
 
-    __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, Query* queries_, char* rings)
+    __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, typename Shape::Mail& mail_, Query* queries_,
+                          char* rings)
         : params(p),
+          mail(mail_),
           queries(queries_),
           end(p, meeting),
           warp(threadIdx.x / kWarpSize),
@@ -54,8 +61,8 @@ public:
           empty(STAGES) {}
 
     // Plans while the launch before may still be at work, from lengths and pages as they are then. When that launch is
-    // complete pages are looked up again and the first copies start; if lengths have changed after all, everything is
-    // done once more. `kept` has room for KEPT lengths.
+    // complete the first copies start, from the same pages or from those that are looked up then; if lengths, or the
+    // pages that were trusted, have changed after all, everything is done once more. `kept` has room for KEPT lengths.
     __device__ void begin(int* kept) {
         const bool keeps = !Shape::kRagged && params.work.batch <= KEPT;
         if (keeps) keep_lengths(kept);
@@ -66,8 +73,10 @@ public:
             if (is_new) schedule = {params.work, lengths, int(blockIdx.x), int(gridDim.x), lane};
             ahead = {schedule.begin, schedule.count - warp};
             if (ahead.left > 0) ahead.place.advance(params.work, lengths, warp);
+            const int* from[STAGES];
+            int page[STAGES];
 #pragma unroll
-            for (Wanted& next : wanted) look_up(next);
+            for (int i = 0; i < STAGES; ++i) from[i] = look_up(wanted[i]), page[i] = wanted[i].page;
             if (is_early) {
                 is_early = is_new = false;
 #pragma unroll
@@ -76,17 +85,29 @@ public:
                     if (next.head >= 0) Tile::prefetch(params.pool, next.page, next.token, next.head, lane);
                 }
                 await_launch_before();
-                continue;
+                if (!kTrustsPages) continue;
             }
-            const bool changed = !is_new && have_changed(kept);
+            // What is asked for before the copies does not wait for them.
+            const int b = threadIdx.x;
+            const bool looks = !is_new && b < params.work.batch;
+            const int length = looks ? load_now(params.work.seq_lens + b) : 0;
+            int now[STAGES];
+#pragma unroll
+            for (int i = 0; i < STAGES; ++i) now[i] = kTrustsPages && !is_new && from[i] ? load_now(from[i]) : page[i];
+            if (schedule.count > 0) read_query(Rows(schedule.begin, params.work));
             if (kCopiesEarly) refill();
-            if (is_new || !__syncthreads_or(changed)) break;
+            if (is_new) break;
+            bool changed = (looks && length != kept[b]) || have_changed(kept, b + Shape::THREADS);
+#pragma unroll
+            for (int i = 0; i < STAGES; ++i) changed |= now[i] != page[i];
+            if (!__syncthreads_or(changed)) break;
             cp_async_wait<0>();
             read = filled = ring + (STAGES - 1) * Tile::BYTES;
             empty = STAGES;
             keep_lengths(kept);
             is_new = true;
         }
+        if constexpr (Shape::CLUSTER > 1) cluster_wait();  // the other block is there
     }
 
     // An item's sums are put together while the next one's first tiles and queries are on their way.
@@ -99,15 +120,14 @@ public:
         for (int done = 0, tiles = 0;; done += tiles) {
             const bool is_first = tiles == 0, is_past = done >= schedule.count;
             const Rows rows(place, params.work);
-            QueryPart query;
-            if (!is_past) read_query(query, rows);
             if (!is_first) {
+                if (!is_past) read_query(rows);
                 end.leave(state, sums_at(before.count), has_tiles, before.count);
                 meet(before, shares);
             }
             if (is_past) break;
             tiles = min_of(place.sequence.tiles - place.tile, schedule.count - done);
-            has_tiles = walk(place, rows, query, tiles, done, shares);
+            has_tiles = walk(place, rows, tiles, done, shares);
             before = rows;
             place.advance(params.work, lengths, tiles);
         }
@@ -116,9 +136,8 @@ public:
     }
 
 private:
-    using QueryPart = Query[ceil_div(STEPS, WARPS)];
-
     const PagedParams& params;
+    typename Shape::Mail& mail;
     Query* queries;  // of the item's rows, by step and lane
     ItemEnd<T, Tile, Shape::ROWS, WARPS, Shape::AT_ONCE, Shape::kRagged> end;
     const int warp, lane;
@@ -138,16 +157,15 @@ private:
         int left;  // tiles of the block from there on, none if there is no such tile
     };
     Upcoming ahead;  // the tile after them
+    Query query[ceil_div(STEPS, WARPS)];  // this warp's steps of the next item's
     State state;
 
     __device__ void meet(const Rows& rows, const Shares& shares) {
         const bool has_tiles = schedule.count > 0;
-        if (Shape::CLUSTER > 1 && schedule.splits_items()) {
-            const int count = has_tiles ? rows.count : Shape::SPARE_ROWS;
-            end.template meet_in_cluster<Shape::CLUSTER>(rows, spare, has_tiles, count);
-        } else if (has_tiles) {
-            end.meet(rows, shares);
+        if constexpr (Shape::CLUSTER > 1) {
+            if (schedule.splits_items()) return end.meet_in_pair(rows, has_tiles, mail);
         }
+        if (has_tiles) end.meet(rows, shares);
     }
 
     // --- lengths, as planned with ---
@@ -161,9 +179,9 @@ private:
         for (int b = threadIdx.x; b < params.work.batch; b += Shape::THREADS) kept[b] = load_now(params.work.seq_lens + b);
         __syncthreads();
     }
-    __device__ bool have_changed(const int* kept) const {
+    __device__ bool have_changed(const int* kept, int begin) const {
         bool has_changed = false;
-        for (int b = threadIdx.x; b < params.work.batch; b += Shape::THREADS) {
+        for (int b = begin; b < params.work.batch; b += Shape::THREADS) {
             has_changed |= kept[b] != load_now(params.work.seq_lens + b);
         }
         return has_changed;
@@ -171,20 +189,24 @@ private:
 
     // --- the ring ---
 
-    // Finds the next tile, and where this lane's token of it lies: no page if the token is not to be read.
-    __device__ void look_up(Wanted& next) {
+    // Finds the next tile, and where this lane's token of it lies: no page if the token is not to be read. Returns the place
+    // in the table, if any.
+    __device__ const int* look_up(Wanted& next) {
+        const int* from = nullptr;
         next = {-1, 0, -1};
-        if (ahead.left <= 0) return;
+        if (ahead.left <= 0) return from;
         const Place& place = ahead.place;
         next.token = place.sequence.first_token(place.tile);
         next.head = place.head;
         const int token = next.token + lane % Tile::TOKENS;
         if (token >= place.sequence.first_key && token < place.sequence.length) {
             const int64_t row = place.b * params.pool.table_stride;
-            next.page = load_now(params.pool.block_table + row + (token >> params.pool.page_shift));
+            from = params.pool.block_table + row + (token >> params.pool.page_shift);
+            next.page = load_now(from);
         }
         ahead.left -= WARPS;
         if (ahead.left > 0) ahead.place.advance(params.work, lengths, WARPS);
+        return from;
     }
 
     __device__ uint32_t after(uint32_t slot) const {
@@ -216,8 +238,7 @@ private:
     }
 
     // Adds this warp's share of the item's tiles; false if it has none.
-    __device__ bool walk(const Place& place, const Rows& rows, const QueryPart& query, int tiles, int done,
-                         Shares& shares) {
+    __device__ bool walk(const Place& place, const Rows& rows, int tiles, int done, Shares& shares) {
         typename State::Bounds bounds;
 #pragma unroll
         for (int r = 0; r < State::OWN; ++r) {
@@ -231,8 +252,9 @@ private:
         bounds.scaled_by_page = pool.scale_page != 0;
         bounds.k_scale = bounds.v_scale = 1;
         if (Tile::kScaled && !bounds.scaled_by_page) {
-            if (pool.k_scale) bounds.k_scale = pool.k_scale[place.head * pool.scale_head];
-            if (pool.v_scale) bounds.v_scale = pool.v_scale[place.head * pool.scale_head];
+            const int64_t at = place.head * pool.scale_head;
+            if (pool.k_scale) bounds.k_scale = pool.k_scale[at];
+            if (pool.v_scale) bounds.v_scale = pool.v_scale[at];
         }
         state.begin();
         const int first = place.sequence.first_token(place.tile), mine = (warp + WARPS - done % WARPS) % WARPS;
@@ -242,7 +264,7 @@ private:
             refill();
             if (tile < mine) {  // the copies have started, and take longer than this
                 shares = schedule.shares(params.work, place, done);
-                share_query(query);
+                share_query();
             }
             tile += WARPS;
             if (tile >= tiles) break;
@@ -258,7 +280,7 @@ private:
     }
 
     // This warp's steps of the item's B fragments: lane 4 g + t has two pairs of columns of row g of every 8.
-    __device__ void read_query(QueryPart& query, const Rows& rows) const {
+    __device__ void read_query(const Rows& rows) {
 #pragma unroll
         for (int n = 0; n < State::N; ++n) {
             const int row = lane / 4 + n * 8;
@@ -275,7 +297,7 @@ private:
         }
     }
 
-    __device__ void share_query(const QueryPart& query) {
+    __device__ void share_query() {
 #pragma unroll
         for (int i = 0; i < ceil_div(STEPS, WARPS); ++i) {
             const int step = warp + i * WARPS;
@@ -290,8 +312,10 @@ template <class Shape> __device__ inline void attend(const PagedParams& params) 
     __shared__ Meeting<Shape::WARPS> meeting;
     __shared__ typename PagedBlock<Shape>::Query queries[Shape::HEAD_DIM / 16 * kWarpSize];
     __shared__ int kept[PagedBlock<Shape>::KEPT];
+    __shared__ typename Shape::Mail mail;
     start_next_launch();
-    PagedBlock<Shape> block(params, meeting, queries, rings);
+    if constexpr (Shape::CLUSTER > 1) mail.open(params.work.group);
+    PagedBlock<Shape> block(params, meeting, mail, queries, rings);
     block.begin(kept);
     block.run();
     if constexpr (Shape::kRagged) clear_rest<typename Shape::T>(params);

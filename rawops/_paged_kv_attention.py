@@ -68,7 +68,7 @@ def select_config(head_dim: int, kv_dtype: str, rows: int, is_shared: bool, max_
     longer to multiply that they need six warps. Both only where a warp has no more than 8 rows, which leaves it
     registers.
     """
-    static = 32 * head_dim + 2560  # queries, lengths, and what the warps tell each other
+    static = 48 * head_dim + 2640  # queries, lengths, and what warps and blocks tell each other
     wanted = [(4, 2), (4, 1), (2, 1)]
     if rows == 8 and dtypes.itemsize(kv_dtype) == 1:
         wanted = [(6, 2), *wanted]

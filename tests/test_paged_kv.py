@@ -292,6 +292,19 @@ def test_visible_nan_shows(device, rng):
     assert np.isnan(out[1]).all() and np.isnan(lse[:, 1]).all() and np.isfinite(lse[:, 0]).all()
 
 
+@pytest.mark.parametrize("count", [40, 150])
+def test_nan_in_all_keys_of_a_share(device, rng, count):
+    """Such a share has no largest score, but its result is not that of no keys."""
+    p = Paged(rng, [150, 20], 2, 64, 16)
+    p.k[0][:count] = np.nan
+    p.fill(0)
+    q = queries(rng, 2, 8, 64)
+    for splits in (None, 1, 2, 5):
+        out, lse = run(device, p, q, num_splits=splits)
+        assert np.isnan(out[0]).all() and np.isnan(lse[:, 0]).all(), splits
+        close(out[1:], lse[:, 1:], *attend(q[1:], p.k[1], p.v[1]), "float16", 20)
+
+
 @pytest.mark.parametrize("ids", [[1, 99, 2], [1, -1, 2], [-(2**31), 2**31 - 1, 0]])
 def test_pages_that_do_not_exist(device, rng, ids):
     """Their keys and values count as zeros, and nothing outside the pool is read."""

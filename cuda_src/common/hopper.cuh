@@ -289,6 +289,30 @@ __device__ inline void load_from_rank(float (&values)[4], uint32_t address, int 
         : "memory");
 }
 
+// Writes to where `address` lies in another block of the cluster, and has its barrier there count the bytes.
+__device__ inline void send_to_rank(uint32_t address, float4 x, uint32_t barrier, int rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there, counted;\n"
+        "mapa.shared::cluster.u32 there, %0, %6;\n"
+        "mapa.shared::cluster.u32 counted, %5, %6;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%1, %2, %3, %4}, [counted];\n"
+        "}" ::"r"(address),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier), "r"(rank)
+        : "memory");
+}
+__device__ inline void send_to_rank(uint32_t address, float2 x, uint32_t barrier, int rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there, counted;\n"
+        "mapa.shared::cluster.u32 there, %0, %4;\n"
+        "mapa.shared::cluster.u32 counted, %3, %4;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%1, %2}, [counted];\n"
+        "}" ::"r"(address),
+        "f"(x.x), "f"(x.y), "r"(barrier), "r"(rank)
+        : "memory");
+}
+
 __device__ inline uint32_t load_word(uint32_t address) {
     uint32_t word;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");

@@ -49,7 +49,26 @@ template <int WARPS> struct Meeting {
     float top[WARPS][kItemRows], sum[WARPS][kItemRows];
     uint32_t slot[WARPS];  // where the warp's weighted values are, 0 if it had no tile
     int is_last;
-    float4 joint[kItemRows];  // for the other blocks of a cluster: largest score and sum, and 0
+};
+
+// What the second block of a pair sends to the first: rows of weighted values, largest scores and sums.
+template <int ROWS, int HEAD_DIM> struct PairMail {
+    float4 values[ROWS * HEAD_DIM / 4];
+    float2 top_and_sum[ROWS];
+    uint64_t arrived;  // a barrier that is over when all of it is there
+
+    __device__ uint32_t barrier() { return shared_address(&arrived); }
+
+    // By all threads of both blocks, before anything is sent; then await_pair().
+    __device__ void open(int rows) {
+        if (threadIdx.x == 0) {
+            barrier_init(barrier(), 1);
+            barrier_init_fence();
+            barrier_arrive_expect(barrier(), rows * (HEAD_DIM * 4 + 8));
+        }
+        __syncwarp();
+        cluster_arrive();
+    }
 };
 
 // Weighted sums of four neighbouring columns of a row, relative to a largest score.
@@ -88,7 +107,10 @@ public:
     __device__ void leave(const State& state, uint32_t slot, bool has_tiles, int count) {
         const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
         if (lane == 0) meeting.slot[warp] = has_tiles ? slot : 0;
-        if (!has_tiles) return;
+        if (!has_tiles) {
+            if (lane < kItemRows) meeting.top[warp][lane] = -infinity(), meeting.sum[warp][lane] = 0;
+            return;
+        }
 #pragma unroll
         for (int r = 0; r < State::OWN; ++r) {
             const int row = row_of_lane(r, lane);
@@ -131,38 +153,30 @@ public:
         __syncthreads();
     }
 
-    // The same where the CLUSTER blocks of a cluster share an item: the first one reads what the others have, and writes.
-    // `spare` is where the first warp's sums are, and those of the block go; all threads of all of these blocks come
-    // here. A block without tiles has a count of the rows that there may be.
-    template <int CLUSTER> __device__ void meet_in_cluster(const Rows& rows, uint32_t spare, bool has_tiles, int count) {
+    // The same where the two blocks of a cluster share an item: the second one sends what it has to the first one's shared
+    // memory and is done, the first one writes. All threads of both come here; a block without tiles has the rows too.
+    template <class Mail> __device__ void meet_in_pair(const Rows& rows, bool has_tiles, Mail& mail) {
         __syncthreads();
+        const bool is_first = cluster_rank() == 0;
 #pragma unroll 1
-        for (int index = threadIdx.x; index < count * GROUPS; index += WARPS * kWarpSize) {
+        for (int index = threadIdx.x; index < rows.count * GROUPS; index += WARPS * kWarpSize) {
             const int row = index / GROUPS, group = index % GROUPS;
-            const Merged merged = has_tiles ? of_warps(row, group) : Merged();
-            const float(&x)[4] = merged.value;
-            asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(spare + Sums::offset(row, group)), "f"(x[0]),
-                         "f"(x[1]), "f"(x[2]), "f"(x[3])
-                         : "memory");
-            if (group == 0) meeting.joint[row] = make_float4(merged.top, merged.sum, 0, 0);
-        }
-        cluster_sync();
-        if (cluster_rank() == 0) {
-#pragma unroll 1
-            for (int index = threadIdx.x; index < rows.count * GROUPS; index += WARPS * kWarpSize) {
-                const int row = index / GROUPS, group = index % GROUPS;
-                Merged merged;
-                add_parts<CLUSTER>(merged, CLUSTER, [&](int rank, float& top, float& sum, float4& term) {
-                    float joint[4], value[4];
-                    load_from_rank(joint, shared_address(&meeting.joint[row]), rank);
-                    load_from_rank(value, spare + Sums::offset(row, group), rank);
-                    top = joint[0], sum = joint[1];
-                    term = make_float4(value[0], value[1], value[2], value[3]);
-                });
+            Merged merged = has_tiles ? of_warps(row, group) : Merged();
+            if (is_first) {
+                barrier_wait(mail.barrier(), 0);
+                const float2 sent = mail.top_and_sum[row];
+                merged.raise(fmaxf(merged.top, sent.x));
+                merged.add(sent.x, sent.y, mail.values[index]);
                 write(rows, row, group, merged);
+            } else {
+                const float(&x)[4] = merged.value;
+                send_to_rank(shared_address(&mail.values[index]), make_float4(x[0], x[1], x[2], x[3]), mail.barrier(), 0);
+                if (group == 0) {
+                    const float2 own = make_float2(merged.top, merged.sum);
+                    send_to_rank(shared_address(&mail.top_and_sum[row]), own, mail.barrier(), 0);
+                }
             }
         }
-        cluster_sync();  // the others leave their shared memory until it is read
     }
 
 private:
@@ -174,23 +188,37 @@ private:
         return params.partial + int64_t(slot) * Slot::FLOATS;
     }
 
+    // Without branches, which would have each load wait for the one before.
     __device__ Merged of_warps(int row, int group) const {
         Merged merged;
+        float top[WARPS], sum[WARPS];
+        float4 term[WARPS];
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) {
-            if (meeting.slot[warp]) merged.top = fmaxf(merged.top, meeting.top[warp][row]);
+            top[warp] = meeting.top[warp][row], sum[warp] = meeting.sum[warp][row];
+            load_if_any(term[warp], meeting.slot[warp], Sums::offset(row, group));
+            merged.top = fmaxf(merged.top, top[warp]);
         }
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-            if (!meeting.slot[warp]) continue;
-            float4 term;
-            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                         : "=f"(term.x), "=f"(term.y), "=f"(term.z), "=f"(term.w)
-                         : "r"(meeting.slot[warp] + Sums::offset(row, group))
-                         : "memory");
-            merged.add(meeting.top[warp][row], meeting.sum[warp][row], term);
-        }
+        for (int warp = 0; warp < WARPS; ++warp) merged.add(top[warp], sum[warp], term[warp]);
         return merged;
+    }
+
+    // Zeros without a slot.
+    static __device__ void load_if_any(float4& x, uint32_t slot, int offset) {
+        asm volatile(
+            "{\n"
+            ".reg .pred any;\n"
+            "setp.ne.u32 any, %4, 0;\n"
+            "mov.f32 %0, 0f00000000;\n"
+            "mov.f32 %1, 0f00000000;\n"
+            "mov.f32 %2, 0f00000000;\n"
+            "mov.f32 %3, 0f00000000;\n"
+            "@any ld.shared.v4.f32 {%0, %1, %2, %3}, [%5];\n"
+            "}"
+            : "=&f"(x.x), "=&f"(x.y), "=&f"(x.z), "=&f"(x.w)
+            : "r"(slot), "r"(slot + offset)
+            : "memory");
     }
 
     // In the order of the blocks, whichever came last.
@@ -234,7 +262,8 @@ private:
             merged.raise(high);
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                if (begin + i < count && top[i] != -infinity()) merged.add(top[i], sum[i], term[i]);
+                const bool is_empty = top[i] == -infinity() && sum[i] == sum[i];  // the sum of NaN scores is NaN
+                if (begin + i < count && !is_empty) merged.add(top[i], sum[i], term[i]);
             }
         }
     }
@@ -272,11 +301,19 @@ private:
         const int64_t query = rows.q_begin + rows.query(row), head = rows.head(row);
         if (params.work.prior_parts > 0) add_prior(merged, query, head, group);
         T* out = static_cast<T*>(params.out) + query * params.out_row + head * params.out_head;
-        const float factor = merged.sum == 0 ? 0 : 1 / merged.sum;
+        const float factor = merged.sum == 0 ? 0 : __fdividef(1, merged.sum);  // no sum is less than 1, but 0
+        float x[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int column = group * 4 + i;
-            if (column < params.pool.head_dim) out[column * params.out_dim] = narrow<T>(merged.value[i] * factor);
+        for (int i = 0; i < 4; ++i) x[i] = merged.value[i] * factor;
+        uint2* const four = reinterpret_cast<uint2*>(out + group * 4);
+        if (params.out_dim == 1 && group * 4 + 4 <= params.pool.head_dim && reinterpret_cast<size_t>(four) % 8 == 0) {
+            *four = make_uint2(pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int column = group * 4 + i;
+                if (column < params.pool.head_dim) out[column * params.out_dim] = narrow<T>(x[i]);
+            }
         }
         if (params.lse && group == 0) {
             const float lse = (merged.top + log2f(merged.sum)) * kLn2;
