@@ -69,7 +69,7 @@ def describe(choice: _Choice | None) -> dict:
     if choice is None:
         return _RULE
     if isinstance(choice, _gemm_sm90.Config):
-        names = ("block_m", "block_n", "stages", "cluster", "ping_pong")
+        names = ("block_m", "block_n", "stages", "cluster", "ping_pong", "pairs")
         return {"kernel": "sm90", **{name: getattr(choice, name) for name in names}}
     return {"kernel": "sm80", "tile": choice.tile.cpp, "split_k": choice.split_k}
 

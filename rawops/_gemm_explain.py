@@ -181,6 +181,8 @@ def explain_hopper(found: Explanation, problem: _gemm_sm90.Problem, candidates: 
     ring = f"{config.stages} x {config.stage_bytes(problem)} + {config.other_bytes(problem)} bytes of shared memory"
     found.add("stages", config.stages, ring)
     found.add("cluster", config.cluster, "blocks that share a tile, each a slice of K")
+    if config.pairs:
+        found.add("pairs", 2, "blocks with tiles below each other, which load b once for both")
     columns = problem.N * problem.parts
     rows = "row tiles to expect" if problem.grouped else f"row tiles, ceil({problem.M} / {config.block_m}) of each"
     counts = {
@@ -196,6 +198,7 @@ def explain_hopper(found: Explanation, problem: _gemm_sm90.Problem, candidates: 
             "stages": c.stages,
             "cluster": c.cluster,
             "consumers": "take turns" if c.ping_pong else c.consumers,
+            **({"pairs": "yes" if c.pairs else ""} if any(c.pairs for c in candidates) else {}),
             **({"x @ a": "rides" if c.rides else "read"} if problem.rank else {}),
             "blocks": c.blocks,
             "waves": c.waves,

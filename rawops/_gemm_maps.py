@@ -30,10 +30,13 @@ def movable(x, inner_stride: int, inner: int, outer_stride: int, outer: int) -> 
     )
 
 
-def map_of(x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, box_cols: int, extents: tuple):
+def map_of(
+    x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, box_cols: int, extents: tuple, l2_promotion: int = 256
+):
     """Return a function from an operand's address to its tensor map, whose boxes are `box_rows` x `box_cols`.
 
-    rows and cols are (size, stride in elements), and `cols_inner` tells which of them is contiguous.
+    rows and cols are (size, stride in elements), and `cols_inner` tells which of them is contiguous. The L2 fetches
+    `l2_promotion` bytes at a time.
     """
     outer, inner, box = (rows, cols, (box_rows, box_cols)) if cols_inner else (cols, rows, (box_cols, box_rows))
     batch = [s if n > 1 else 0 for n, s in zip(extents, (*x.batch, 0, 0, 0)[:3], strict=True)]
@@ -47,6 +50,7 @@ def map_of(x, rows: tuple, cols: tuple, cols_inner: bool, box_rows: int, box_col
         strides=(*(s * x.itemsize for s in strides), x.itemsize),
         box=(1, 1, 1, *box),
         swizzle=box[1] * x.itemsize,
+        l2_promotion=l2_promotion,
         tf32=x.dtype == "tf32",
     )
 
@@ -67,14 +71,16 @@ def tensor_maps(device, operands: dict, problem, config, sizes: tuple, extents: 
     """
     (M, N, K), (a, b, out) = sizes, (operands[role] for role in ("a", "b", "out"))
     block_k = box = SPAN // problem.itemsize
-    b_rows = config.block_n // problem.parts if problem.b_k_major else box
+    b_rows = config.block_n // (2 if config.pairs else problem.parts) if problem.b_k_major else box
     a_rows = min(config.block_m, -(-M // 8) * 8) if problem.a_k_major else box
     first, second = (a, (M, a.row), (K, a.col)), (b, (N, b.col), (K, b.row))
     if problem.transposed:
         first, second = second, first
+    # A b that is read once comes 2 % faster 256 bytes at a time; else rows that begin inside sectors come 15 % slower.
+    fetched = 256 if problem.M <= 64 else 128
     describe = [
-        map_of(*first, problem.a_k_major, a_rows, block_k, extents),
-        map_of(*second, problem.b_k_major, b_rows, block_k, extents),
+        map_of(*first, problem.a_k_major, a_rows, block_k, extents, fetched),
+        map_of(*second, problem.b_k_major, b_rows, block_k, extents, fetched),
     ]
     if problem.finish != DIRECT:
         cols = box_cols(config.share(problem), widest=config.pass_cols(problem))

@@ -18,6 +18,7 @@ _OPS_PER_BYTE = {2: 24, 4: 24, 8: 330}
 _OPS_PER_BYTE_TF32 = 77  # 160 TFLOP/s without wgmma, which takes TF32 only along K, and 390 with it
 _OPS_PER_BYTE_FLOAT32 = 300  # 47 TFLOP/s where slices of K are transposed on their way, and 49.5 where they are not
 _LAUNCH_BYTES = 16 << 20  # what the memory could move during the copy's launch
+_LINE = 128  # bytes: rows that begin in the middle of one come slower, but short ones are not to become much longer
 
 _PARAMS = ParamStruct(
     "RepackParams",
@@ -144,7 +145,8 @@ def _copy(device, x: Operand, sizes: tuple, strides: tuple, k_major: bool, exten
     if not k_major:
         (rows, row), (cols, col) = (cols, col), (rows, row)
     width = 16 // x.itemsize
-    pitch = -(-cols // width) * width
+    unit = (_LINE if cols * x.itemsize >= 8 * _LINE else 16) // x.itemsize
+    pitch = -(-cols // unit) * unit
     extents = _distinct(x, extents)
     transposes = row == 1 and col != 1 and rows > 1
     blocks = -(-rows // _SIDE) * -(-cols // _SIDE) if transposes else -(-rows * (pitch // width) // _THREADS)

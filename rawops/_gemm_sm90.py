@@ -26,6 +26,7 @@ from rawops._gemm_sm90_specs import (
     RANKS,
     SM90,
     SM90_CLUSTER,
+    SM90_PAIRS,
     STAGED,
 )
 from rawops._runtime.kernel import Function
@@ -43,7 +44,8 @@ _RASTER_ROWS = 8, 16  # of up to 4096 rows, of more
 _COST_OF_A = 4
 _COST_OF_TILE = {PLAIN: 350, BIASED: 1150, STAGED: 3000, DIRECT: 900}
 _RING_BYTES = 248  # that an SM takes in for a tile of 128 rows
-_STRADDLING_BYTES = 15000  # all SMs, where rows do not begin on lines of 128 bytes
+_SECTOR = 32
+_STRADDLING_BYTES = 15000, 23000  # all SMs, where rows begin inside sectors, inside lines of 128 bytes
 _MEMORY_BYTES = 9800  # that all SMs together take in from the memory, and
 _SM_BYTES = 180  # one from the L2, twice as much where most others are idle
 _LATENCY = 550  # of a stage under way
@@ -65,7 +67,8 @@ class Problem:
 
     N counts columns of D; `parts` is 2 for swiglu, whose b is twice as wide. `rank` is that of a low-rank part, padded.
     `narrow`: products such as x @ a that are made at the same time. `grouped`: each of `batches` groups has M rows on
-    average. `straddles`: rows of an operand begin inside lines of 128 bytes, so that a row of a box lies in two.
+    average. `row_bytes`: on whose multiples rows of the operands begin, up to 128: inside lines of 128 bytes, where a
+    row of a box lies in two, or inside sectors of 32.
     _gemm_8bit_config.py derives that of 8-bit operands.
     """
 
@@ -81,7 +84,7 @@ class Problem:
     rank: int = 0
     narrow: int = 1
     grouped: bool = False
-    straddles: bool = False
+    row_bytes: int = SPAN
     transposed: ClassVar[bool] = False
 
     @property
@@ -91,6 +94,13 @@ class Problem:
     @property
     def k_blocks(self) -> int:
         return -(-self.K * self.itemsize // SPAN)
+
+    @property
+    def pairs(self) -> tuple[bool, ...]:
+        """Whether two blocks may load b once for both: it pays where rows begin inside sectors, for there the L2 is the
+        limit."""
+        alone = self.grouped or self.rank or self.parts == 2 or self.itemsize != 2
+        return (False,) if alone or self.row_bytes >= _SECTOR else (False, True)
 
     @property
     def clusters(self) -> tuple[int, ...]:
@@ -131,7 +141,8 @@ class TF32Problem(Problem):
 class Config:
     """A tile `block_m` x `block_n` of a @ b and its ring, the order of tiles, and what that costs.
 
-    The blocks of a cluster share a tile, each a slice of K. `rides`: the columns of lora_a go along the K loop;
+    The blocks of a cluster share a tile, each a slice of K. `pairs`: two blocks take tiles below each other and load b
+    once for both. `rides`: the columns of lora_a go along the K loop;
     otherwise `beside` blocks of another launch make x @ a, if wanted. Blocks that run at the same time work on
     `raster_rows` rows of tiles, to share operands in the L2.
     """
@@ -146,6 +157,7 @@ class Config:
     blocks: int
     waves: int
     cost: int
+    pairs: bool = False
     beside: int = 0
 
     @property
@@ -208,16 +220,19 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
     ragged = 2 if problem.grouped else 1  # the last tile of a group is half empty on average
     heights = (64,) if problem.M <= 64 else (64, 128) if 128 * ragged >= problem.M else (128,)
     found = []
-    for block_m, (cluster, ping_pong, rides) in itertools.product(heights, ways):
+    for block_m, (cluster, ping_pong, rides), pairs in itertools.product(heights, ways, problem.pairs):
+        if pairs and (cluster > 1 or block_m == 64):
+            continue
         if cluster <= problem.k_blocks and (block_m == 64 or not rides):  # riding pays where the memory is the limit
-            unit = math.lcm(step, 16 * problem.parts * cluster)
+            wide = 64 if problem.b_k_major else 128  # halves of b are whole boxes; narrow boxes of D take too long
+            unit = math.lcm(step, wide if pairs else 16 * problem.parts * cluster)
             found += [
-                configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides)
+                configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides, pairs)
                 for width in problem.widths(unit, block_m, cluster, ping_pong)
                 if width < problem.N * problem.parts + unit
             ]
     fitting = [c for c in found if c.stages >= _MIN_STAGES]
-    return sorted(fitting, key=lambda c: (c.cost, c.ping_pong, c.cluster, -c.block_n))
+    return sorted(fitting, key=lambda c: (c.cost, c.ping_pong, c.cluster, c.pairs, -c.block_n))
 
 
 def configure(
@@ -229,15 +244,19 @@ def configure(
     cluster: int = 1,
     ping_pong: bool = False,
     rides: bool = False,
+    pairs: bool = False,
 ) -> Config:
     """Complete a configuration with as many stages as fit, the order of tiles, and its cost."""
+    together = 2 if pairs else 1  # rows of tiles
     tiles_m, tiles_n = -(-problem.M // block_m), -(-problem.N * problem.parts // block_n)
-    tiles = problem.row_tiles(block_m) * tiles_n
+    tiles = problem.row_tiles(block_m * together) * together * tiles_n
     at_a_time = tiles_at_a_time(cluster, sm_count)
     waves = -(-tiles // at_a_time)
     bands = -(-tiles_m // _RASTER_ROWS[problem.M > 4096])
     blocks = tiles * cluster if cluster > 1 else sm_count if problem.grouped else min(tiles, sm_count)
-    config = Config(block_m, block_n, 0, cluster, ping_pong, rides, -(-tiles_m // bands), blocks, waves, 0)
+    rows = -(-tiles_m // (bands * together)) * together
+    blocks -= blocks % together
+    config = Config(block_m, block_n, 0, cluster, ping_pong, rides, rows, blocks, waves, 0, pairs)
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
     config = replace(config, stages=max(min(stages, MAX_STAGES), 0))
     config = replace(config, cost=_cost(problem, config, sm_count, tiles, at_a_time))
@@ -278,8 +297,9 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     if config.block_m == 128:
         taken_in = (columns + config.block_m) * SPAN
         k_block = max(columns + _COST_OF_A, taken_in // _RING_BYTES)
-        if problem.straddles:
-            k_block = max(k_block, config.blocks * taken_in // _STRADDLING_BYTES)
+        if problem.row_bytes < SPAN:
+            given = taken_in - columns * SPAN // 2 if config.pairs else taken_in
+            k_block = max(k_block, config.blocks * given // _STRADDLING_BYTES[problem.row_bytes >= _SECTOR])
     else:
         sm_bytes = _SM_BYTES if config.blocks > sm_count // 8 else 2 * _SM_BYTES
         k_block = max((columns + config.block_m) * SPAN // sm_bytes, _LATENCY // max(config.stages, 1))
@@ -397,7 +417,7 @@ def plan(
     elif config.cluster > 1:
         spec = SM90_CLUSTER
     else:
-        spec, choices["ping_pong"] = SM90, config.ping_pong
+        spec, choices["ping_pong"] = SM90_PAIRS if config.pairs else SM90, config.ping_pong
     kernel = spec.kernel(device, **choices)
     early = (low_rank is None or config.rides) and may_begin_early(config.blocks, device.sm_count)
     return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call, early)
@@ -440,7 +460,7 @@ def describe_problem(
         finish = STAGED if "c" in operands or "residual" in operands else finish
     kind = TF32Problem if a.dtype == "tf32" else Problem
     pitches = (a.row if majors[0] else a.col, b.col if majors[1] else b.row)
-    straddles = any(pitch * a.itemsize % SPAN for pitch in pitches)
+    row_bytes = math.gcd(SPAN, *(pitch * a.itemsize for pitch in pitches))
     if transposed:
-        return kind(N, M, K, math.prod(extents), False, True, DIRECT, straddles=straddles)
-    return kind(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank, narrow, straddles=straddles)
+        return kind(N, M, K, math.prod(extents), False, True, DIRECT, row_bytes=row_bytes)
+    return kind(M, N // parts, K, math.prod(extents), *majors[:2], finish, parts, rank, narrow, row_bytes=row_bytes)

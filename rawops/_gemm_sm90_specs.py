@@ -65,6 +65,14 @@ SM90 = spec_of(
     ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, False),
     ("float16", "float16", 64, 256, 5, True, False, 0, PLAIN, True),
 )
+SM90_PAIRS = spec_of(
+    "gemm_sm90.cu",
+    "gemm_sm90_pairs",
+    {**TILE_CHOICES, **OPERAND_CHOICES, "ping_pong": (False, True)},
+    ("bfloat16", "bfloat16", 128, 128, 6, True, True, 0, PLAIN, False),
+    ("float16", "float16", 128, 256, 3, False, False, 0, PLAIN, False),
+    ("bfloat16", "bfloat16", 128, 192, 5, True, True, 2, BIASED, True),
+)
 SM90_CLUSTER = spec_of(
     "gemm_sm90.cu",
     "gemm_sm90_cluster",

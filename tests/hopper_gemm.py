@@ -44,11 +44,13 @@ def force(monkeypatch):
         cluster=1,
         rides=True,
         raster_rows: int | None = None,
+        pairs=False,
     ) -> None:
         def chosen(problem, *limits):
             if problem.finish == sm90.DIRECT and problem.N <= 64 and not rides:
                 return select(problem, *limits)  # the product that makes y
-            config = sm90.configure(problem, *limits, block_m, block_n, cluster, ping_pong, rides and problem.rank > 0)
+            riding = rides and problem.rank > 0
+            config = sm90.configure(problem, *limits, block_m, block_n, cluster, ping_pong, riding, pairs)
             assert config.stages >= stages
             if cluster == 1:
                 config = dataclasses.replace(config, blocks=blocks)

@@ -66,6 +66,23 @@ def test_clusters_of_tall_tiles(hopper, force, rng, block_n, cluster):
     check(hopper, integers(rng, (130, 328), BFLOAT16), integers(rng, (328, 264), BFLOAT16), ("row", "col"))
 
 
+@pytest.mark.parametrize("layouts", [*itertools.product(("row", "col"), repeat=2)], ids="-".join)
+@pytest.mark.parametrize("block_n, ping_pong", [(128, False), (128, True), (256, False)])
+def test_pairs_load_b_once(hopper, force, rng, layouts, block_n, ping_pong):
+    """Five rows of tiles of two batches, and a sixth that does not exist, in bands of four; the ring wraps."""
+    force(block_n, ping_pong, pairs=True, blocks=4, raster_rows=4)
+    a, b = integers(rng, (2, 516, 200), BFLOAT16), integers(rng, (2, 200, block_n + 8), BFLOAT16)
+    check(hopper, a, b, layouts)
+    assert ran_on_hopper(hopper, "gemm_sm90_pairs")
+
+
+@pytest.mark.parametrize("block_n, out_dtype", [(48, "float16"), (176, "float32")])
+def test_pairs_of_any_width_and_way_out(hopper, force, rng, block_n, out_dtype):
+    force(block_n, pairs=True, stages=3)
+    a, b = integers(rng, (129, 72), FLOAT16), integers(rng, (72, 200), FLOAT16)
+    check(hopper, a, b, ("row", "col"), np.dtype(out_dtype))
+
+
 def test_slices_without_work(hopper, force, rng):
     """K blocks for three of eight blocks, and for none where alpha is 0."""
     force(128, block_m=64, cluster=8)
@@ -239,10 +256,11 @@ def test_select_config(M, N, K, block_n, waves, ping_pong):
 
 
 def test_rows_that_straddle_lines_are_read_by_fewer_blocks():
-    """1000 elements are 15.6 lines of 128 bytes: a box takes two lines a row then, all SMs together take no more."""
-    even, odd = (sm90.select_config(sm90.Problem(1000, 1000, 1000, straddles=s), **H200) for s in (False, True))
-    assert (even.block_n, even.blocks) == (64, 128)
-    assert (odd.block_n, odd.blocks) == (128, 64)
+    """1000 elements are 15.6 lines of 128 bytes: a box takes two lines a row then, so pairs of blocks load b once."""
+    even, odd = (sm90.select_config(sm90.Problem(1000, 1000, 1000, row_bytes=n), **H200) for n in (128, 16))
+    assert (even.block_n, even.blocks, even.pairs) == (64, 128, False)
+    assert (odd.block_n, odd.blocks, odd.pairs) == (128, 64, True)
+    assert sm90.select_config(sm90.Problem(4000, 4000, 4000, row_bytes=64), **H200).pairs is False  # whole sectors
 
 
 def test_launches_begin_early_where_they_come_to_lie_evenly():

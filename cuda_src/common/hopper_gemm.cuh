@@ -58,15 +58,17 @@ template <class Tile> struct Exchange {
             barrier_init(turns + 8, 1);
         }
         if constexpr (Tile::LowRank::RANK > 0) lora_b_barriers.init(Tile::CONSUMERS);
-        const int releases = (Tile::kPingPong ? 1 : Tile::CONSUMERS) * Tile::Scaling::RELEASES;
+        const int releases = (Tile::kPingPong ? 1 : Tile::CONSUMERS) * Tile::Scaling::RELEASES * Tile::SHARERS;
         barriers.init(releases, 1 + Tile::Scaling::LOADERS + Tile::LowRank::LOADERS);
     }
 };
 
+// For whom: this block, this block and nobody after it, both blocks of a pair.
+enum Reader : int { kOwn, kOnce, kForBoth };
+
 // Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and K_EXTENT along K. They
-// may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX. kOnce:
-// nobody asks for them again.
-template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_BYTES = 128, bool kOnce = false>
+// may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX.
+template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_BYTES = 128, int kReader = kOwn>
 __device__ inline void load_operand(uint32_t destination, const TensorMap& map, TensorCoordinates from, int mn, int k,
                                     uint32_t full, int distance = 0) {
     constexpr int BOX = kKMajor ? EXTENT / PARTS : MN_BOX, BOXES = EXTENT / BOX;
@@ -75,7 +77,8 @@ __device__ inline void load_operand(uint32_t destination, const TensorMap& map, 
         const int at = mn + box % (BOXES / PARTS) * BOX + box / (BOXES / PARTS) * distance;
         from.at[0] = kKMajor ? k : at;
         from.at[1] = kKMajor ? at : k;
-        if constexpr (kOnce) tma_load_once(destination + box * BOX * K_BYTES, map, from, full);
+        if constexpr (kReader == kOnce) tma_load_once(destination + box * BOX * K_BYTES, map, from, full);
+        else if constexpr (kReader == kForBoth) tma_load_multicast(destination + box * BOX * K_BYTES, map, from, full, 3);
         else tma_load(destination + box * BOX * K_BYTES, map, from, full);
     }
 }
@@ -123,8 +126,13 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             const int k = (schedule.first_block + block) * Tile::BLOCK_K;
             const uint32_t to = stage + Tile::A_BYTES;
             const int up = shape.epilogue.cols;
-            if (Tile::kStreams && shape.M <= Tile::BLOCK_M && shape.batches == 1) {
-                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, true>(to, maps.b, b, work.n, k, full, up);
+            if constexpr (Tile::kPairs) {
+                constexpr int HALF = Tile::BLOCK_N / 2;
+                const int skipped = cluster_rank() * HALF;
+                load_operand<Tile::kBKMajor, HALF, 1, 64, 128, kForBoth>(to + skipped * 128, maps.b, b, work.n + skipped, k,
+                                                                         full);
+            } else if (Tile::kStreams && shape.M <= Tile::BLOCK_M && shape.batches == 1) {
+                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(to, maps.b, b, work.n, k, full, up);
             } else {
                 load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(to, maps.b, b, work.n, k, full, up);
             }
@@ -225,6 +233,13 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
     using A = typename Tile::OperandA;
     using B = typename Tile::OperandB;
     using LowRank = typename Tile::LowRank;
+    auto let_go = [&](int stage) {
+        if constexpr (Tile::kPairs) {
+            if (self.thread < Tile::SHARERS) barrier_arrive_at_rank(exchange.barriers.empty(stage), self.thread);
+        } else {
+            if (self.leads()) barrier_arrive(exchange.barriers.empty(stage));
+        }
+    };
     int previous = 0;
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {
@@ -249,14 +264,14 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
         }
         wgmma_commit();
         wgmma_wait<1>();
-        if (block > 0 && self.leads()) barrier_arrive(exchange.barriers.empty(previous));
+        if (block > 0) let_go(previous);
         previous = slot.stage;
         slot.advance();
     }
     if constexpr (Tile::kPingPong) self.end_turn();
     before_end();
     wgmma_wait<0>();
-    if (k_blocks > 0 && self.leads()) barrier_arrive(exchange.barriers.empty(previous));
+    if (k_blocks > 0) let_go(previous);
 #pragma unroll
     for (int i = 0; i < Tile::ATOMS_M; ++i) hold(acc[i]);
     if constexpr (LowRank::kRides) hold(y);
@@ -433,7 +448,8 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         prefetch_tensor_map(maps.b);
         if (Tile::kFinish != kDirect) prefetch_tensor_map(maps.d);
     }
-    __syncthreads();
+    if constexpr (Tile::kPairs) cluster_sync();  // nothing comes from the other block before
+    else __syncthreads();
     if (Tile::kWaits && !begins_early<Tile>(params)) await_launch_before();
     const float alpha = Tile::Scaling::factor(params);
     const int k_blocks = alpha == 0 ? 0 : ceil_div(params.shape.K, Tile::BLOCK_K);  // 0: a and b are not read
@@ -461,6 +477,10 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         const Consumer self{number, thread, Tile::kPingPong ? 0 : number * 64, staging, slabs, exchange.turns};
         const float factor = params.shape.partial_stride != 0 ? 1 : alpha;  // a partial sum gets it with the others
         multiply_tiles<Tile>(maps, params, low_rank, schedule, factor, exchange, self);
+    }
+    if constexpr (Tile::kPairs) {  // nor after
+        __syncwarp();
+        cluster_sync();
     }
 }
 

@@ -83,10 +83,11 @@ struct NoScaling {
 
 // Consumers are warpgroups. Those of a 128-row tile take 64 rows each; with kPingPong they take turns instead, one
 // multiplies while the other finishes a tile of its own. The blocks of a cluster take a slice of K each, and then a
-// share of the columns of their sum. kGrouped: rows come in groups with a matrix b each.
+// share of the columns of their sum. kGrouped: rows come in groups with a matrix b each. kPairs: two blocks take tiles
+// below each other, and each loads half of their columns of b for both.
 template <class T_, class Out_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int CLUSTER_, bool kAKMajor_, bool kBKMajor_,
           int kActivation, int kFinish_, bool kPingPong_ = false, class LowRank_ = NoLowRank, bool kGrouped_ = false,
-          class Scaling_ = NoScaling>
+          class Scaling_ = NoScaling, bool kPairs_ = false>
 struct HopperTile {
     using T = T_;
     using Out = Out_;
@@ -99,7 +100,8 @@ struct HopperTile {
     static constexpr int BLOCK_K = 128 / ITEM_BYTES;
     static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
     static constexpr int kFinish = kFinish_;
-    static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_;
+    static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_, kPairs = kPairs_;
+    static constexpr int SHARERS = kPairs ? 2 : 1;  // of b
     // For the launch before, at the start. Otherwise a low-rank part waits where it reads what was made for it.
     static constexpr bool kWaits = LowRank::kRides || (LowRank::RANK == 0 && !LowRank::kSorted);
     static constexpr bool kStreams = BLOCK_M == 64 && !kGrouped;  // b, if a has one row of tiles
@@ -154,6 +156,9 @@ struct HopperTile {
     static_assert(!kTransposed || (kFinish == kDirect && !kPingPong && PARTS == 1), "one way out, whole rows of D");
     static_assert(!kPingPong || (CLUSTER == 1 && LowRank::RANK == 0), "these have one order of tiles for all");
     static_assert(CLUSTER == 1 || is_same<Value, float>, "partial sums are float32");
+    static_assert(!kPairs || (CLUSTER == 1 && PARTS == 1 && LowRank::RANK == 0 && !kGrouped && !kTransposed &&
+                              is_same<Scaling, NoScaling> && (kBKMajor || BLOCK_N % 128 == 0)),
+                  "half of b is whole boxes, and only multiply_stages lets go of both blocks' stages");
     static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::kRides * LowRank::RANK) * 4 <= LORA_B_AT,
                   "the ring holds partial sums");
 };
@@ -183,7 +188,8 @@ public:
           first_block(0),
           k_blocks(k_blocks_),
           shape(shape_),
-          tiles_m(ceil_div(Tile::kTransposed ? shape_.epilogue.cols : shape_.M, Tile::BLOCK_M)),
+          tiles_m(ceil_div(Tile::kTransposed ? shape_.epilogue.cols : shape_.M, Tile::BLOCK_M * Tile::SHARERS) *
+                  Tile::SHARERS),
           tiles_n(ceil_div(Tile::kTransposed ? shape_.M : shape_.epilogue.cols, Tile::COLS)),
           group(group_) {
         count = tiles_m * tiles_n * shape.batches;
