@@ -328,7 +328,7 @@ class MultiLoRA:
             Of c's dtype, any strides, any rank up to max_rank. With `slices`, sequences of arrays, one for each: a
             of (K, rank), b of (rank, stop - start), or None for both where the slice has no low-rank part.
         scaling : float
-            Usually ``lora_alpha / rank``.
+            Usually ``lora_alpha / rank``; an infinity or a NaN reaches the rows of this adapter and no others.
         """
         function = self._load_function
         if self.max_loras == 0:

@@ -70,7 +70,8 @@ def lora_linear(
     b : array (rank, N)
         The low-rank factors, of any rank from 0 up. Nothing past the rank is read.
     scaling : float
-        Usually ``lora_alpha / rank``. With 0, as with rank 0, `a` and `b` are not read.
+        Usually ``lora_alpha / rank``. With 0, as with rank 0, `a` and `b` are not read. An infinity or a NaN is a
+        factor of ``x @ a`` as any other: every entry that has a low-rank part becomes what IEEE arithmetic makes of it.
     slices : sequence of (start, stop), optional
         Ranges of the N columns with factors of their own, such as the query, key and value columns of one fused weight:
         `a` and `b` are then sequences of arrays (K, rank) and (rank, stop - start), with None for both where a range

@@ -262,6 +262,30 @@ def test_non_finite_values(device, rng, dtype):
     check_non_finite_values(device, rng, dtype)
 
 
+def check_non_finite_scaling(device, rng, dtype):
+    """It reaches the rows of its adapter; the others are as without it, bit for bit."""
+    M, N, K = 12, 40, 24
+    x, c = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
+    op, usual = (MultiLoRA(device.put(c.T.copy()).T, 3, 8) for _ in range(2))
+    (a, b, _), other = adapter(rng, K, N, 8, 1.0, dtype), adapter(rng, K, N, 5, 2.0, dtype)
+    b[:, 7] = 0
+    indices = np.resize([0, 1, -1], M).astype(np.int32)
+    for scaling in (np.nan, np.inf):
+        load(device, op, {0: (a, b, scaling), 1: other})
+        load(device, usual, {0: (a, b, 1.0), 1: other})
+        got, finite = (device.get(one(device.put(x), device.put(indices))) for one in (op, usual))
+        np.testing.assert_array_equal(bits(device, got)[indices != 0], bits(device, finite)[indices != 0])
+        with np.errstate(invalid="ignore"):
+            want = references.gemm(x, c) + (scaling * references.gemm(x, a)) @ b.astype(np.float64)
+        np.testing.assert_array_equal(got[indices == 0].astype(np.float64), want[indices == 0])
+        assert np.isnan(want[:, 7]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_non_finite_scaling(device, rng, dtype):
+    check_non_finite_scaling(device, rng, dtype)
+
+
 # --- slices and epilogue --------------------------------------------------------------------------------------------
 
 
@@ -427,6 +451,7 @@ def test_hopper_intermediate(hopper, force, monkeypatch, rng, dtype, in_turn):
     check_intermediate_past_65504(hopper, dtype)
     check_intermediate_is_float32(hopper, rng, dtype)
     check_non_finite_values(hopper, rng, dtype)
+    check_non_finite_scaling(hopper, rng, dtype)
     assert ran_on_hopper(hopper, "lora_multi_sm90")
 
 

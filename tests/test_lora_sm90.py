@@ -155,6 +155,26 @@ def test_intermediate_is_float32(hopper, force, rng, rank, tile):
     assert_close(hopper.get(out), references.lora_linear(**inputs, scaling=1.7), "float32", k=16, magnitude=magnitude)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("tile", [{}, {"cluster": 2}, {"rides": False}], ids=str)
+def test_non_finite_values(hopper, force, rng, tile, dtype):
+    """Of x and of scaling, too: what ranks that do not exist must not make NaN of."""
+    force(64, block_m=64, **tile)
+    inputs = operands(rng, 20, 136, 72, 8, dtype)
+    inputs["x"][3], inputs["b"][:, 7] = 0, 0
+    inputs["a"][2], inputs["c"][2] = 1, 1
+    inputs["x"][5, 2], inputs["x"][9, 4], inputs["b"][:, 8:20] = np.inf, np.nan, 1
+    for scaling in (1.0, np.nan, np.inf):
+        got = hopper.get(lora_linear(**{name: hopper.put(x) for name, x in inputs.items()}, scaling=scaling))
+        assert ran_on_hopper(hopper, "lora_sm90")
+        with np.errstate(invalid="ignore"):
+            want = references.gemm(inputs["x"], inputs["c"])
+            want += (scaling * references.gemm(inputs["x"], inputs["a"])) @ inputs["b"].astype(np.float64)
+        assert np.isnan(want[9]).all() and np.isnan(want[3]).all() == (scaling != 1)
+        assert np.isinf(want[5, 8:20]).all() == (scaling == scaling)
+        np.testing.assert_array_equal(got.astype(np.float64), want)
+
+
 @pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(

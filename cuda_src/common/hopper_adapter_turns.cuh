@@ -124,7 +124,7 @@ private:
     }
 
     __device__ void multiply(Sums& acc, const float (&y)[8], int buffer) const {
-        const Parts parts(y, 1);
+        const Parts parts(y, 1, 16);
         const uint64_t b = Operand::descriptor(shared_address(self.staging) + buffer * BYTES);
         const bool scaled = __any_sync(~0u, parts.is_scaled());
         auto multiply_rows = [&](const float (&factor)[2]) {

@@ -387,7 +387,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
                     if (first > 0) read_made_y(first);
                     const auto place = exchange.lora_b(slot);
                     barrier_wait(place.full, place.phase);
-                    add_rank_product<Tile>(sum, y, *low_rank, place.address, self);
+                    add_rank_product<Tile>(sum, y, *low_rank, low_rank->rank - first, place.address, self);
                     if (self.leads()) barrier_arrive(place.empty);
                     slot.advance();
                 }

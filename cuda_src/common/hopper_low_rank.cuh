@@ -40,12 +40,13 @@ __device__ inline void read_y(typename Tile::LowRank::Accumulators& y, const Low
 }
 
 // scaling * y as sums of values of T, for each sixteen ranks, and what the thread's rows g and g + 8 are to be
-// multiplied with for that: 1 but for float16 whose range they leave.
+// multiplied with for that: 1 but for float16 whose range they leave. From the thread's `left` on there are no ranks: 0,
+// which they need not be yet where a or scaling has an infinity or a NaN.
 template <class T, int RANK> struct RankFragments {
     RankParts<T> slices[RANK / 16];
     float factor[2] = {1, 1};
 
-    __device__ RankFragments(const float (&y)[RANK / 2], float scaling) {
+    __device__ RankFragments(const float (&y)[RANK / 2], float scaling, int left) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if constexpr (is_same<T, __half>) choose_factor(half, y, scaling);
@@ -53,7 +54,11 @@ template <class T, int RANK> struct RankFragments {
 #pragma unroll
             for (int slice = 0; slice < RANK / 16; ++slice) {
                 const float* own = y + slice * 8 + half * 2;
-                float four[4] = {scale * own[0], scale * own[1], scale * own[4], scale * own[5]};
+                float four[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    four[i] = slice * 16 + i / 2 * 8 + i % 2 < left ? scale * own[i / 2 * 4 + i % 2] : 0;
+                }
                 slices[slice].cut(half, four);
             }
         }
@@ -109,17 +114,18 @@ template <class Tile> struct StagedLoraB {
     }
 };
 
-// acc += scaling * y @ lora_b, RANK ranks of both. An infinite entry of lora_b meets the first of the parts of y alone: times one that is 0
+// acc += scaling * y @ lora_b, RANK ranks of both, of which the first `ranks` exist. An infinite entry of lora_b meets the first of the parts of y alone: times one that is 0
 // it would make a NaN.
 template <class Tile>
 __device__ inline void add_rank_product(typename Tile::Finished& acc, const typename Tile::LowRank::Accumulators& y,
-                                        const LowRankCall& low_rank, uint32_t address, const Consumer& self) {
+                                        const LowRankCall& low_rank, int ranks, uint32_t address,
+                                        const Consumer& self) {
     using T = typename Tile::T;
     using LowRank = typename Tile::LowRank;
     using Staged = StagedLoraB<Tile>;
     const Staged staged{address};
     const uint64_t lora_b = Staged::Operand::descriptor(address);
-    RankFragments<T, LowRank::RANK> fragments(y, low_rank.scaling);
+    RankFragments<T, LowRank::RANK> fragments(y, low_rank.scaling, ranks - self.lane() % 4 * 2);
     auto multiply_rows = [&](const float (&factor)[2]) {
 #pragma unroll
         for (int i = 0; i < Staged::COLS / 2; ++i) acc[0][i] *= factor[i / 2 % 2];
