@@ -3,31 +3,31 @@
 
 namespace rawops {
 
+// The grid is (heads that go together, row tiles from the last one on, how often): under a mask the longest tiles of
+// all these heads come first. A head here stands for packed heads, and for each range of their keys.
 // Out is float for the partial results of ranges of keys, which attention_merge.cu joins.
-template <class T, class Out, class Tile, int ACCESS, int kScore>
+template <class T, class Out, class Tile, int ACCESS, int kScore, bool kPacked>
 __global__ void __launch_bounds__(Tile::THREADS) attention_sm80(const __grid_constant__ AttentionParams params) {
-    using Forward = AttentionForward<T, StridedRows, Out, Tile, ACCESS, kScore>;
+    using Forward = AttentionForward<T, StridedRows, Out, Tile, ACCESS, kScore, kPacked>;
     extern __shared__ __align__(128) char shared[];
     __shared__ __align__(16) char storage[sizeof(typename Forward::Work)];
     auto& work = *reinterpret_cast<typename Forward::Work*>(storage);
-    const AttentionCall& call = params.call;
     const AttentionShape& shape = params.shape;
-    if (threadIdx.x == 0) {
-        const AttentionBlock block(params, blockIdx.x);
-        const int64_t k = block.batch * shape.k.batch + block.k_begin * shape.k.row + block.kv_head * shape.k.head;
-        const int64_t v = block.batch * shape.v.batch + block.k_begin * shape.v.row + block.kv_head * shape.v.head;
-        work.block = block;
-        work.k = {static_cast<const T*>(call.k) + k, shape.k.row, shape.k.col};
-        work.v = {static_cast<const T*>(call.v) + v, shape.v.row, shape.v.col};
-    }
-    __syncthreads();
+    AttentionBlock block(params, blockIdx.z * gridDim.x + blockIdx.x, gridDim.y - 1 - blockIdx.y);
+    auto rows = [&](const void* base, const AttentionStrides& s) {
+        const T* first = static_cast<const T*>(base) + block.batch * s.batch + block.kv_head * s.head;
+        return StridedRows<T>{first + block.k_begin * s.row, s.row, s.col};
+    };
+    StridedRows<T> k = rows(params.call.k, shape.k), v = rows(params.call.v, shape.v);
     // One tile, but for the rows past the last sequence, of which there may be any number.
-#pragma unroll 1
-    for (int tile = work.block.tile; tile * Tile::BLOCK_M < work.block.rows(shape);
-         tile = work.first / Tile::BLOCK_M + shape.row_tiles) {
-        Forward forward(params, work, tile, shared_address(shared));
-        forward.run();
+    int tile = block.tile;
+    while (tile * Tile::BLOCK_M < block.rows(shape)) {
+        Forward forward(params, work, shared_address(shared));
+        forward.run(block, k, v, tile);
         forward.finish();
+        tile = work.first / Tile::BLOCK_M + gridDim.y;
+        block = work.block, k = work.k, v = work.v;
+        __syncthreads();
     }
 }
 

@@ -52,31 +52,28 @@ struct PagedPrefill {
 // Out is float for the partial results of ranges of keys, which attention_merge.cu joins.
 template <class T, class Out, class Tile, int kScore>
 __global__ void __launch_bounds__(Tile::THREADS) paged_prefill(const __grid_constant__ PagedPrefill prefill) {
-    using Forward = AttentionForward<T, PagedRows, Out, Tile, 16, kScore>;
+    using Forward = AttentionForward<T, PagedRows, Out, Tile, 16, kScore, true>;
     extern __shared__ __align__(128) char shared[];
     __shared__ __align__(16) char storage[sizeof(typename Forward::Work)];
     auto& work = *reinterpret_cast<typename Forward::Work*>(storage);
     const AttentionCall& call = prefill.attention.call;
     const AttentionShape& shape = prefill.attention.shape;
-    if (threadIdx.x == 0) {
-        const AttentionBlock block(prefill.attention, blockIdx.x);
-        const int* table = call.block_table + block.batch * shape.block_table_batch;
-        auto rows = [&](const void* pages, const AttentionStrides& s) {
-            const T* base = static_cast<const T*>(pages) + block.kv_head * s.head;
-            const T* zeros = static_cast<const T*>(prefill.zeros);
-            return PagedRows<T>{base, zeros, table, s.batch, s.row, s.col, shape.page_shift, prefill.num_pages};
-        };
-        work.block = block;
-        work.k = rows(call.k, shape.k);
-        work.v = rows(call.v, shape.v);
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int tile = work.block.tile; tile * Tile::BLOCK_M < work.block.rows(shape);
-         tile = work.first / Tile::BLOCK_M + shape.row_tiles) {
-        Forward forward(prefill.attention, work, tile, shared_address(shared));
-        forward.run();
+    AttentionBlock block(prefill.attention, blockIdx.x);
+    const int* table = call.block_table + block.batch * shape.block_table_batch;
+    auto rows = [&](const void* pages, const AttentionStrides& s) {
+        const T* base = static_cast<const T*>(pages) + block.kv_head * s.head;
+        const T* zeros = static_cast<const T*>(prefill.zeros);
+        return PagedRows<T>{base, zeros, table, s.batch, s.row, s.col, shape.page_shift, prefill.num_pages};
+    };
+    PagedRows<T> k = rows(call.k, shape.k), v = rows(call.v, shape.v);
+    int tile = block.tile;
+    while (tile * Tile::BLOCK_M < block.rows(shape)) {
+        Forward forward(prefill.attention, work, shared_address(shared));
+        forward.run(block, k, v, tile);
         forward.finish();
+        tile = work.first / Tile::BLOCK_M + shape.row_tiles;
+        block = work.block, k = work.k, v = work.v;
+        __syncthreads();
     }
 }
 

@@ -70,7 +70,7 @@ def tiles_of(head_dim: int, head_dim_v: int, score: int = 0) -> list[Tile]:
 def shared_bytes(tile: Tile) -> int:
     """Shared memory of what stays and of two stages of what passes, with two numbers a row."""
     width = 2 * (tile.head_dim + tile.head_dim_v)
-    return tile.block_m * width + tile.stages * tile.block_n * (width + 8)
+    return tile.block_m * width + 2 * tile.block_n * (width + 8)
 
 
 def select_tile(head_dim: int, head_dim_v: int, score: int, max_shared_bytes: int) -> Tile:

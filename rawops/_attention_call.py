@@ -333,11 +333,11 @@ class Attention:
         itemsize = 4 if is_partial else named["q"].dtype.itemsize
         fields["out_pairs"] = _width_of_out(0 if is_partial else address, sizes.out, out_strides, itemsize)
         shape = config.SHAPE.pack(*(fields.get(name, 0) for name in config.SHAPE.fields))
-        blocks = chosen.row_tiles * chosen.splits * (sizes.heads // chosen.packed)
-        blocks *= sizes.batches + (self.varlen is not None)
+        units = chosen.splits * (sizes.heads // chosen.packed) * (sizes.batches + (self.varlen is not None))
         if chosen.tile is None:
             kernel = SIMT.kernel(device, score=problem.score)
-            return OneKernel(kernel, (blocks, 1, 1), 128, 0, shape)
+            return OneKernel(kernel, (chosen.row_tiles * units, 1, 1), 128, 0, shape)
+        grid = config.grid_of(problem, chosen.row_tiles, units)
         kernel = SM80.kernel(
             device,
             dtype=problem.dtype,
@@ -345,8 +345,9 @@ class Attention:
             tile=chosen.tile.cpp,
             access=problem.access,
             score=problem.score,
+            packed=chosen.packed > 1,
         )
-        return OneKernel(kernel, (blocks, 1, 1), chosen.tile.threads, chosen.tile.shared_bytes, shape)
+        return OneKernel(kernel, grid, chosen.tile.threads, chosen.tile.shared_bytes, shape)
 
 
 def _parts(sizes: Sizes, splits: int) -> dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
@@ -11,7 +11,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 FLOAT8 = "float8_e4m3fn"
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are made for; others are padded inside
 MOST_SPLITS = 256
-_FEW_KEYS = 1024
+_L2_BYTES = 32 << 20  # of keys and values that stay in the L2 while a section of heads is at work
+_MAX_GRID = 65535  # blocks along y and z
 LONGEST = 1 << 30  # keys or queries of a sequence are fewer: sums of two fit 32 bits
 UNLIMITED = LONGEST  # a window bound
 
@@ -72,6 +73,8 @@ class Problem:
     access : int
         Widest access in bytes that the rows of q, k and v all allow; 16 is what fast copies need.
     varlen : bool
+    paged : bool
+        Whether keys and values lie in pages.
     """
 
     dtype: str
@@ -87,6 +90,7 @@ class Problem:
     score: int = 0
     access: int = 16
     varlen: bool = False
+    paged: bool = False
 
     @property
     def group(self) -> int:
@@ -122,18 +126,17 @@ def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Tile:
-    """What one block works on, and how: AttentionTile in attention_tile.cuh. A stage holds keys and values."""
+    """What one block works on, and how: AttentionTile in attention_tile.cuh."""
 
     head_dim: int
     head_dim_v: int
     block_m: int
     block_n: int
     warps: int
-    stages: int = 2
 
     @property
     def cpp(self) -> str:
-        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.warps, self.stages)
+        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.warps)
         return f"rawops::AttentionTile<{', '.join(map(str, sizes))}>"
 
     @property
@@ -142,57 +145,61 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of the tile of q and the ring, for elements of 16 bits."""
-        return 2 * (self.block_m * self.head_dim + self.stages * self.block_n * (self.head_dim + self.head_dim_v))
+        """Shared memory of the tile of q and a block of keys and values, for elements of 16 bits."""
+        return 2 * (self.block_m * self.head_dim + self.block_n * (self.head_dim + self.head_dim_v))
 
     def blocks_per_sm(self, max_shared_bytes: int) -> int:
         """How many blocks an SM holds, by shared memory and by registers, of which a thread takes up to 255."""
         return max(1, min(max_shared_bytes // self.shared_bytes, 256 // self.threads))
 
 
-def tiles_of(head_dim: int, head_dim_v: int, score: int = 0) -> list[Tile]:
+def tiles_of(head_dim: int, head_dim_v: int, score: int = 0, uneven: bool = False) -> list[Tile]:
     """Return the tiles for padded head sizes and bits of `score`, largest first.
 
-    32 rows a warp halve the shared memory's traffic, and leave registers for fewer keys the wider the heads are; past
-    128 columns they leave too few, and so they do with dropout. Two blocks of four warps on an SM, or one of eight,
-    have one warp's softmax run beside another one's products.
+    32 rows a warp halve the shared memory's traffic, and leave registers for fewer keys the wider the heads are;
+    past 128 columns they leave too few, and so they do with dropout. Scores that are more than products take some,
+    and so does finding rows that are `uneven`: of packed heads, in pages, or not on 16-byte boundaries. Two blocks
+    of four warps on an SM have one warp's softmax run beside another one's products.
     """
+    wide = max(head_dim, head_dim_v)
     if head_dim_v > 128 or score & DROPS:
-        large = [(128, 64, 8), (128, 32, 8)]
-    elif head_dim_v > 96:
-        large = [(128, 48, 4)] if head_dim <= 128 and score == 0 else []
-        large += [(128, 32, 4)]
+        large = []
+    elif score == 0 and not uneven:
+        large = [(128, 128)] if wide == 64 else []
+        large += [(128, 64), (128, 32)]  # the last for shared memory that holds but one of the others
     else:
-        large = [(128, 112, 4)] if max(head_dim, head_dim_v) == 64 and score == 0 else []
-        large += [(128, 64, 4), (128, 32, 4)]
-    return [Tile(head_dim, head_dim_v, m, n, warps) for m, n, warps in [*large, (64, 64, 4), (64, 32, 4)]]
+        large = [(128, 64 if wide <= 96 else 32)]
+    return [Tile(head_dim, head_dim_v, m, n, 4) for m, n in [*large, (64, 64), (64, 32)]]
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
 
-_TILES = [tile for d in HEAD_DIMS for dv in HEAD_DIMS for score in (0, DROPS) for tile in tiles_of(d, dv, score)]
+_TILES = [
+    tile for d in HEAD_DIMS for dv in HEAD_DIMS for score in (0, SOFTCAP, DROPS) for tile in tiles_of(d, dv, score)
+]
 _SCORES = (*range((SOFTCAP | ALIBI | BIAS) + 1), MULTIPLY)
 SCORES = (*_SCORES, *(bits | DROPS for bits in _SCORES))
 
 
 def _smoke(head_dim: int, **changes) -> list[dict]:
     """The largest tile of each height."""
-    values = {"dtype": "float16", "out_dtype": "float16", "access": 16, "score": 0} | changes
+    values = {"dtype": "float16", "out_dtype": "float16", "access": 16, "score": 0, "packed": False} | changes
     score = values["score"]
-    tiles = {tile.block_m: tile.cpp for tile in reversed(tiles_of(head_dim, head_dim, score))}
+    tiles = {tile.block_m: tile.cpp for tile in reversed(tiles_of(head_dim, head_dim, score, values["packed"]))}
     return [{**values, "tile": tile} for tile in tiles.values()]
 
 
 SM80 = KernelSpec(
     source="attention_sm80.cu",
     entry="rawops::attention_sm80",
-    template=("dtype", "out_dtype", "tile", "access", "score"),
+    template=("dtype", "out_dtype", "tile", "access", "score", "packed"),
     choices={
         "dtype": DTYPES[:2],
         "out_dtype": DTYPES,
         "tile": tuple(dict.fromkeys(tile.cpp for tile in _TILES)),
         "access": (16, 8, 4, 2),
         "score": SCORES,
+        "packed": (False, True),
     },
     smoke=[
         *_smoke(64),
@@ -200,9 +207,10 @@ SM80 = KernelSpec(
         *_smoke(256),
         *_smoke(64, access=2, score=SOFTCAP | ALIBI | BIAS),
         *_smoke(128, score=DROPS),
+        *_smoke(128, packed=True),
     ],
     params=PARAMS,
-    spills={"sm_100a": 20, "sm_120a": 184},
+    spills={"sm_100a": 8, "sm_120a": 20},
 )
 SIMT = KernelSpec(
     source="attention_simt.cu",
@@ -246,34 +254,59 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int, num_sp
     """
     if problem.dtype == "float32":
         return _config(problem, None, SIMT_ROWS, SIMT_KEYS, sm_count * 4, num_splits)
-    candidates = tiles_of(padded(problem.head_dim), padded(problem.head_dim_v), problem.score)
-    if problem.seqlen_k <= _FEW_KEYS:  # of which the last block of many would waste much
-        candidates = [tile for tile in candidates if tile.block_n <= 64]
-    large, small = (_fitting(candidates, rows, max_shared_bytes) for rows in (128, 64))
-    if large is not None:
-        config = _config(problem, large, large.block_m, large.block_n, sm_count, 1)
-        rows = problem.seqlen_q * config.packed
-        if rows > 64 and _blocks(problem, config) >= sm_count:
-            slots = sm_count * large.blocks_per_sm(max_shared_bytes)
-            return _config(problem, large, large.block_m, large.block_n, slots, num_splits)
-    slots = sm_count * small.blocks_per_sm(max_shared_bytes)
-    return _config(problem, small, small.block_m, small.block_n, slots, num_splits)
+    for rows in (128, 64):
+        packed = _packed(problem, rows)
+        uneven = packed > 1 or problem.paged or problem.access < 16
+        tiles = tiles_of(padded(problem.head_dim), padded(problem.head_dim_v), problem.score, uneven)
+        tile = _fitting(tiles, rows, problem.seqlen_k, max_shared_bytes)
+        if tile is None:
+            continue
+        config = _config(problem, tile, rows, tile.block_n, sm_count, 1)
+        if rows == 64 or (problem.seqlen_q * packed > 64 and _blocks(problem, config) >= sm_count):
+            break
+    return _config(problem, tile, rows, tile.block_n, sm_count * tile.blocks_per_sm(max_shared_bytes), num_splits)
 
 
-def _fitting(tiles: list[Tile], rows: int, max_shared_bytes: int) -> Tile | None:
-    """Return the tile with most keys that gives an SM eight warps, else the first that fits at all."""
+def _fitting(tiles: list[Tile], rows: int, keys: int, max_shared_bytes: int) -> Tile | None:
+    """Return the tile with most keys that gives an SM eight warps and whose last block of keys is no waste."""
     tiles = [t for t in tiles if t.block_m == rows and t.shared_bytes <= max_shared_bytes]
-    busy = (t for t in tiles if t.blocks_per_sm(max_shared_bytes) * t.warps >= 8)
-    return next(busy, next(iter(tiles), None))
+    busy = [t for t in tiles if t.blocks_per_sm(max_shared_bytes) * t.warps >= 8] or tiles
+    filled = (t for t in busy if 8 * (-keys % t.block_n) <= keys)
+    return next(filled, min(busy, key=lambda t: -keys % t.block_n, default=None))
+
+
+def _row_tiles(problem: Problem, rows: int, packed: int) -> int:
+    return -(-problem.seqlen_q * packed // rows)
+
+
+def _packed(problem: Problem, rows: int) -> int:
+    """How many query heads lie side by side in tiles of so many rows."""
+    alone, together = _row_tiles(problem, rows, 1), _row_tiles(problem, rows, problem.group)
+    return problem.group if 8 * together <= 7 * alone * problem.group and not problem.score & DROPS else 1
 
 
 def _config(problem, tile, block_m: int, block_n: int, slots: int, num_splits: int | None) -> Config:
-    alone, together = -(-problem.seqlen_q // block_m), -(-problem.seqlen_q * problem.group // block_m)
-    packed = problem.group if 8 * together <= 7 * alone * problem.group and not problem.score & DROPS else 1
-    config = Config(tile, packed, max(1, together if packed > 1 else alone), 1)
+    packed = _packed(problem, block_m)
+    config = Config(tile, packed, max(1, _row_tiles(problem, block_m, packed)), 1)
     if num_splits is None:
         num_splits = splits_for(_blocks(problem, config), -(-problem.seqlen_k // block_n), slots)
-    return Config(tile, packed, config.row_tiles, num_splits)
+    return replace(config, splits=num_splits)
+
+
+def grid_of(problem: Problem, row_tiles: int, units: int) -> tuple[int, int, int]:
+    """Return the grid of attention_sm80.cu for `units` heads (or groups of packed heads, times ranges of keys).
+
+    Under a mask, tiles of several heads go together, longest first, as many as have their keys and values in the L2.
+    The kernel takes any number of row tiles for which there is no block.
+    """
+    most = 1
+    if problem.is_masked:
+        head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+        most = _L2_BYTES // max(head_bytes, 1) * problem.group
+    section = next(s for s in range(max(1, min(units, most)), 0, -1) if units % s == 0)
+    if units // section > _MAX_GRID:
+        section = units
+    return section, min(row_tiles, _MAX_GRID), units // section
 
 
 def _blocks(problem: Problem, config: Config) -> int:

@@ -25,7 +25,7 @@ _ZEROS = 128  # int32: a row of the widest head
 PARAMS = ParamStruct(
     "PagedPrefill", **attention.CALL_FIELDS, **attention.SHAPE_FIELDS, zeros="pointer", num_pages="int32"
 )
-_TILES = [tile for d in attention.HEAD_DIMS for tile in attention.tiles_of(d, d)]
+_TILES = [tile for d in attention.HEAD_DIMS for tile in attention.tiles_of(d, d, uneven=True)]
 _CHOICES = {
     "dtype": DTYPES,
     "out_dtype": (*DTYPES, "float32"),
@@ -40,10 +40,9 @@ KERNEL = KernelSpec(
     smoke=[
         {"dtype": "float16", "out_dtype": out_dtype, "tile": tile.cpp, "score": 0}
         for out_dtype in ("float16", "float32")
-        for tile in (attention.tiles_of(128, 128)[0], attention.tiles_of(128, 128)[-2])
+        for tile in attention.tiles_of(128, 128, uneven=True)[:2]
     ],
     params=PARAMS,
-    spills={"sm_100a": 48, "sm_120a": 208},
 )
 
 
@@ -144,6 +143,7 @@ def plan(
         window_right=right,
         score=attention.score_bits(scale, options.softcap, has_slopes, False),
         varlen=True,
+        paged=True,
     )
     page, _, token, head, dim, _, num_pages, *_ = pool.numbers
     q_strides = [s // q.dtype.itemsize for s in q.strides]

@@ -75,12 +75,13 @@ def test_head_dims(device, rng, head_dims):
     check(device, operands(rng, Sq=3, Sk=40, D=D, Dv=Dv), causal=True)
 
 
-@pytest.mark.parametrize(("head_dim", "tile"), [(64, 0), (128, 0), (256, 1)], ids=str)
-def test_large_tiles(device, rng, monkeypatch, head_dim, tile):
-    """What long sequences take, at a size that the emulator can do."""
-    chosen = config.tiles_of(head_dim, head_dim)[tile]
-    one = config.Config(chosen, 1, 2, 1)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256], ids=str)
+def test_large_tiles(device, rng, monkeypatch, head_dim):
+    """What long sequences take, at a size that the emulator can do: whole blocks of keys, and with two ends."""
+    chosen = config.tiles_of(head_dim, head_dim)[0]
+    one = config.Config(chosen, 1, -(-133 // chosen.block_m), 1)
     monkeypatch.setattr(config, "select_config", lambda *_: one)
+    check(device, operands(rng, Sq=133, Sk=256, Hq=1, D=head_dim))
     check(device, operands(rng, Sq=133, Sk=140, Hq=1, D=head_dim), causal=True, window=(100, None))
 
 
@@ -219,6 +220,16 @@ def test_equal_keys_at_any_score(device, rng, dtype, score):
     np.testing.assert_allclose(device.get(lse)[0, 0], score + np.log(np.arange(1, 71)), rtol=2e-7, atol=2e-5)
     means = np.cumsum(inputs[2].astype(np.float64), axis=1) / np.arange(1, 71)[:, None, None]
     assert_close(device.get(out)[:, :, :1], means, inputs[2].dtype, k=2**6)
+
+
+@pytest.mark.parametrize("rise", [4.0, 60.0, -60.0, 300.0])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scores_that_rise_from_block_to_block(device, rng, dtype, rise):
+    """A little, so that the maximum of the first keys stays; more, so that it goes; and down. A row has none of it."""
+    q, k, v = operands(rng, Sq=70, Sk=300, dtype=dtype)
+    q[..., 0], q[0, 3], k[..., 0] = 1, 0, rise * (np.arange(300) // 64)[:, None]
+    check(device, (q, k, v), 1, softmax_scale=1.0)
+    check(device, (q, k, v), 1, softmax_scale=1.0, causal=True)
 
 
 def test_lse_is_natural(device):
@@ -401,6 +412,19 @@ def test_short_queries_pack_and_split():
     assert decode.packed == 4 and decode.row_tiles == 1 and decode.splits > 8
     long = config.select_config(problem(), 132, 232448)
     assert (long.packed, long.row_tiles, long.splits) == (1, 64, 1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_grid_has_each_tile_of_each_head_once(device, rng, monkeypatch, masked):
+    """Sections of heads under a mask, and more row tiles than the grid may have."""
+    monkeypatch.setattr(config, "_L2_BYTES", 2 * 140 * 4 * 64)
+    of_two_heads = problem(seqlen_k=140, head_dim=64, head_dim_v=64, window_right=0 if masked else config.UNLIMITED)
+    assert config.grid_of(of_two_heads, 3, 6) == ((2, 3, 3) if masked else (1, 3, 6))
+    inputs = operands(rng, B=2, Sq=150, Sk=140, Hq=3, Hkv=3)
+    check(device, inputs, 1, causal=masked)
+    monkeypatch.setattr(config, "_MAX_GRID", 2)
+    assert config.grid_of(of_two_heads, 3, 6) == (6, 2, 1)
+    check(device, inputs, 1, causal=masked)
 
 
 def test_chosen_splits_are_used():

@@ -70,7 +70,7 @@ template <class T_, class Tile, int ACCESS, int kScore, int kOf> struct Attentio
     static constexpr bool kDrops = (kScore & kScoreDropout) != 0, kPlain = (kScore & ~kScoreDropout) == 0;
     static constexpr int BLOCK_M = Tile::BLOCK_M, BLOCK_N = Tile::BLOCK_N, THREADS = Tile::THREADS;
     static constexpr int D = Tile::HEAD_DIM, DV = Tile::HEAD_DIM_V, ATOMS_N = BLOCK_N / 8;
-    static_assert(Tile::WARP_M == 16 && Tile::STAGES == 2, "a warp has 16 rows that stay");
+    static_assert(Tile::WARP_M == 16, "a warp has 16 rows that stay");
     using Stay = RowTile<T, BLOCK_M, D>;      // q or k
     using StayV = RowTile<T, BLOCK_M, DV>;    // dout or v
     using Pass = RowTile<T, BLOCK_N, D>;      // k or q

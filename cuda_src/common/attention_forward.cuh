@@ -1,5 +1,6 @@
-// Attention with mma.sync: a tile of q stays in shared memory, k and v pass through a ring that cp.async fills, scores
-// and weights never leave the registers.
+// Attention with mma.sync: a tile of q stays in shared memory, blocks of k and v come and go there by cp.async, scores
+// and weights never leave the registers. While a block of keys is multiplied, its values are on their way, and while
+// those are, the next keys: one place for each leaves an SM room for two blocks or more, which fill each other's waits.
 #pragma once
 #include "attention_softmax.cuh"
 #include "attention_tile.cuh"
@@ -15,18 +16,24 @@ __device__ inline int made_anew(int x) {
     return x;
 }
 
-// What all threads of a block know alike. In shared memory it costs the main loop no registers.
+// A value that all lanes have alike, for the compiler to keep in a register of the warp's.
+__device__ inline int uniform(int x) { return __reduce_or_sync(~0u, x); }
+
+// What all threads of a block know alike. In shared memory it costs the main loop no registers; it is there from the
+// first barrier of AttentionForward::run on.
 template <class T, template <class> class Rows> struct AttentionWork {
     AttentionBlock block;
     Rows<T> k, v;         // of the sequence and head; see StridedRows
     int first, last;      // rows of the tile that exist
     KeyRange keys;        // that they see, from a multiple of BLOCK_N on
-    bool has_cleared;     // some values of v were not finite; see is_cut
+    bool has_cleared;     // some values of v were not finite; see clear_nonfinite
 };
 
-template <class T, template <class> class Rows, class Out, class Tile, int ACCESS, int kScore> struct AttentionForward {
+// kPacked: query heads of a group may lie side by side in the tile; see attention_problem.cuh.
+template <class T, template <class> class Rows, class Out, class Tile, int ACCESS, int kScore, bool kPacked>
+struct AttentionForward {
     using Work = AttentionWork<T, Rows>;
-    static constexpr int BLOCK_M = Tile::BLOCK_M, BLOCK_N = Tile::BLOCK_N, STAGES = Tile::STAGES;
+    static constexpr int BLOCK_M = Tile::BLOCK_M, BLOCK_N = Tile::BLOCK_N;
     static constexpr int WARP_M = Tile::WARP_M, THREADS = Tile::THREADS;
     static constexpr int ATOMS_M = WARP_M / 16, ATOMS_N = BLOCK_N / 8, ATOMS_V = Tile::HEAD_DIM_V / 8, ROWS = 2 * ATOMS_M;
     using TileQ = RowTile<T, BLOCK_M, Tile::HEAD_DIM>;
@@ -39,8 +46,8 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
     using Scores = float[ATOMS_M][ATOMS_N][4];
     using Weights = uint32_t[ATOMS_M][ATOMS_N / 2][4];
     using Accumulators = float[ATOMS_M][ATOMS_V][4];
-    static constexpr int STAGE_BYTES = TileK::BYTES + TileV::BYTES;
-    static_assert(STAGES >= 2, "one stage is read while the next is filled");
+    // With 32 rows of so many columns a warp has no registers to fetch values while it still makes weights.
+    static constexpr bool kApart = WARP_M == 32 && Tile::HEAD_DIM_V > 96;
 
     const AttentionParams& params;
     Work& work;
@@ -50,138 +57,174 @@ template <class T, template <class> class Rows, class Out, class Tile, int ACCES
     OnlineSoftmax<ATOMS_M> softmax;
     Accumulators acc;
 
-    // Begins with a tile of rows. All threads of the block come here.
-    __device__ AttentionForward(const AttentionParams& params_, Work& work_, int tile, uint32_t shared_)
+    __device__ AttentionForward(const AttentionParams& params_, Work& work_, uint32_t shared_)
         : params(params_),
           work(work_),
           block(work_.block),
           shared(shared_),
           warp(threadIdx.x / kWarpSize),
           lane(threadIdx.x % kWarpSize),
-          acc{} {
-        __syncthreads();  // all are done with the tile before
-        if (threadIdx.x == 0) {
-            work.first = tile * BLOCK_M;
-            work.last = min_of(work.first + BLOCK_M, block.rows(params.shape)) - 1;
-            work.keys = block.keys(params.shape, query(work.first), query(work.last), BLOCK_N);
-            work.keys.begin = work.keys.begin / BLOCK_N * BLOCK_N;
-            work.has_cleared = false;
-        }
-        __syncthreads();
-    }
+          acc{} {}
 
-    // Works through the keys.
-    __device__ void run() {
+    // Works through the keys of a tile of rows. `mine` is the block, which every thread works out for itself: copies
+    // begin before anything is exchanged. k and v are its keys and values.
+    __device__ void run(const AttentionBlock& mine, const Rows<T>& k, const Rows<T>& v, int tile) {
         const AttentionShape& shape = params.shape;
-        if (work.keys.is_empty()) return;
-        fetch_q();
-#pragma unroll
-        for (int index = 0; index < STAGES - 1; ++index) fetch(work.keys.begin + index * BLOCK_N, index);
+        const int first = tile * BLOCK_M, last = min_of(first + BLOCK_M, mine.rows(shape)) - 1;
+        const int first_query = kPacked ? first / shape.packed : first;
+        const int last_query = kPacked ? last / shape.packed : last;
+        KeyRange keys = mine.keys(shape, first_query, last_query, BLOCK_N);
+        keys.begin = keys.begin / BLOCK_N * BLOCK_N;
+        if (!keys.is_empty()) {
+            fetch_q(mine, first, last);
+            fetch_keys(k, keys.begin, keys.end);
+        }
+        if (threadIdx.x == 0) work = {mine, k, v, first, last, keys, false};
         // Keys that all rows see: for blocks of these nothing else needs to be known.
-        const int plain_begin = block.visible(shape, query(work.last)).begin;
-        const int plain_end = block.visible(shape, query(work.first)).end;
-        int stage = 0;
+        const int plain_begin = uniform(mine.visible(shape, last_query).begin);
+        const int plain_end = uniform(mine.visible(shape, first_query).end), keys_end = uniform(keys.end);
+        if (keys.is_empty()) __syncthreads();
 #pragma unroll 1
-        for (int key = work.keys.begin; key < work.keys.end; key += BLOCK_N) {
-            cp_async_wait<STAGES - 2>();
-            __syncthreads();  // the stage is visible to all, and all have left the one before, which is filled next
-            const uint32_t tile_k = shared + TileQ::BYTES + stage * STAGE_BYTES, tile_v = tile_k + TileK::BYTES;
+        for (int key = uniform(keys.begin); key < keys_end; key += BLOCK_N) {
+            cp_async_wait<0>();
+            __syncthreads();  // the keys are visible to all, and all have left the values before
+            fetch_values(key, keys_end);
             bool sees_some = true, sees_all = true;
-            if (key < plain_begin || key + BLOCK_N > plain_end) {
-                if (min_of(key + BLOCK_N, block.k_len) > plain_end || key < plain_begin) clear_nonfinite(tile_v);
+            const bool is_cut = key < plain_begin || key + BLOCK_N > plain_end;
+            if (is_cut) {
                 const int first_row = work.first + warp * WARP_M;
                 const KeyRange at_first = block.visible(shape, query(first_row));
                 const KeyRange at_last = block.visible(shape, query(first_row + WARP_M - 1));
                 sees_some = first_row <= work.last && key < at_last.end && key + BLOCK_N > at_first.begin;
                 sees_all = key >= at_last.begin && key + BLOCK_N <= at_first.end;
             }
+            auto hides = [&]() { return is_cut && (min_of(key + BLOCK_N, keys_end) > plain_end || key < plain_begin); };
+            auto pass_on = [&]() {
+                cp_async_wait<0>();
+                __syncthreads();  // the values are visible to all, and all have left the keys
+                fetch_keys(rows_k(), key + BLOCK_N, keys_end);
+                if (!kApart && hides()) clear_nonfinite();
+            };
+            Weights weights;
             if (sees_some) {
                 Scores scores = {};
-                Weights weights;
-                multiply_qk(scores, tile_k);
-                fetch(key + (STAGES - 1) * BLOCK_N, stage == 0 ? STAGES - 1 : stage - 1);
+                multiply_qk(scores);
+                pass_on();
                 if (!kPlain || !sees_all) make_scores(scores, key, sees_all);
                 softmax.template step<T>(scores, weights, acc, kPlain ? shape.scale : 1.0f);
                 if constexpr (kDrops) drop(weights, key);
-                multiply_pv(weights, tile_v);
+                if constexpr (!kApart) multiply_pv(weights);
             } else {
-                fetch(key + (STAGES - 1) * BLOCK_N, stage == 0 ? STAGES - 1 : stage - 1);
+                pass_on();
             }
-            stage = stage == STAGES - 1 ? 0 : stage + 1;
+            if constexpr (kApart) {
+                if (hides()) clear_nonfinite();
+                if (sees_some) multiply_pv(weights);
+            }
         }
     }
 
     // Writes the rows and their lse.
     __device__ void finish() {
         const AttentionShape& shape = params.shape;
+        const float dropped = kDrops ? shape.dropout.scale : 1.0f;
+        const int last = work.last;
+        float factor[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            softmax.sum[r] = quad_sum(softmax.sum[r]);
+            factor[r] = softmax.sum[r] == 0.0f ? 0.0f : __fdividef(dropped, softmax.sum[r]);
+        }
+        Out* out = out_row(row_of(0));
+        const bool by_quads = sizeof(Out) == 2 && shape.out_pairs == 2;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int row = row_of(r);
-            const float sum = quad_sum(softmax.sum[r]), dropped = kDrops ? shape.dropout.scale : 1.0f;
-            const float factor = sum == 0.0f ? 0.0f : dropped / sum;
-            const bool by_quads = sizeof(Out) == 2 && shape.out_pairs == 2;
+            if (r > 0) out = kPacked ? out_row(row) : out + 8 * shape.out.row;
             if constexpr (sizeof(Out) == 2) {
-                if (by_quads) write_quads(row, acc[r / 2], r % 2 * 2, factor);
+                if (by_quads) write_quads(out, row <= last, acc[r / 2], r % 2 * 2, factor[r]);
             }
-            if (row > work.last) continue;
-            if (params.call.lse && lane % 4 == 0) {
-                params.call.lse[block.split * shape.lse_split + block.batch * shape.lse_batch +
-                                head_of(row) * shape.lse_head + block.q_begin + query(row)] =
-                    log_sum(softmax.max[r], sum);
-            }
-            if (!by_quads) write_row(out_row(row), acc[r / 2], r % 2 * 2, factor);
+            if (!by_quads && row <= last) write_row(out, acc[r / 2], r % 2 * 2, factor[r]);
         }
-        __syncthreads();
-        if (work.has_cleared) add_nonfinite();
+        if (params.call.lse && lane % 4 == 0) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) write_lse(row_of(r), log_sum(softmax.max[r], softmax.sum[r]));
+        }
+        if (work.has_cleared) {
+            __syncthreads();
+            add_nonfinite();
+        }
     }
 
 private:
     // Row of the problem that the thread's row r is, its query and its head. Rows that do not exist stand for the last.
     __device__ int row_of(int r) const { return work.first + warp * WARP_M + r * 8 + lane / 4; }
     __device__ int query(int row) const {
-        const int packed = params.shape.packed, existing = min_of(row, work.last);
-        return packed == 1 ? existing : existing / packed;  // a branch costs less than a division
+        const int existing = min_of(row, work.last);
+        return kPacked ? existing / params.shape.packed : existing;
     }
     __device__ int head_of(int row) const {
-        const int packed = params.shape.packed;
-        return packed == 1 ? block.head : block.head + min_of(row, work.last) % packed;
+        return kPacked ? block.head + min_of(row, work.last) % params.shape.packed : block.head;
     }
 
-    // Starts the copies of the keys from `key` on into a stage of the ring; there may be none left.
-    __device__ void fetch(int key, int stage) const {
-        if (key < work.keys.end) {
-            const AttentionShape& shape = params.shape;
-            const int thread = threadIdx.x;
-            const uint32_t tile_k = shared + TileQ::BYTES + stage * STAGE_BYTES, tile_v = tile_k + TileK::BYTES;
-            fetch_often<TileK, ACCESS, THREADS>(tile_k, work.k, key, block.k_len, shape.head_dim, thread);
-            fetch_often<TileV, ACCESS, THREADS>(tile_v, work.v, key, block.k_len, shape.head_dim_v, thread);
-        }
+    __device__ uint32_t tile_k() const { return shared + TileQ::BYTES; }
+    __device__ uint32_t tile_v() const { return shared + TileQ::BYTES + TileK::BYTES; }
+
+    // Strides from the parameters, where reading them costs nothing.
+    __device__ Rows<T> rows_k() const { return with_strides(work.k, params.shape.k); }
+    __device__ Rows<T> rows_v() const { return with_strides(work.v, params.shape.v); }
+    static __device__ StridedRows<T> with_strides(const StridedRows<T>& rows, const AttentionStrides& s) {
+        return {rows.base, s.row, s.col};
+    }
+    template <class Other> static __device__ const Other& with_strides(const Other& rows, const AttentionStrides&) {
+        return rows;
+    }
+
+    // Start the copies of a block of keys, of which there may be none left, or of values. What places follow from the
+    // thread is made anew, since the scores need the registers.
+    __device__ void fetch_keys(const Rows<T>& rows, int key, int end) const {
+        const int cols = params.shape.head_dim;
+        if (key < end) fetch_tile<TileK, ACCESS, THREADS>(tile_k(), rows, key, end, cols, made_anew(threadIdx.x));
+        cp_async_commit();
+    }
+    __device__ void fetch_values(int key, int end) const {
+        const int cols = params.shape.head_dim_v;
+        fetch_tile<TileV, ACCESS, THREADS>(tile_v(), rows_v(), key, end, cols, made_anew(threadIdx.x));
         cp_async_commit();
     }
 
+    // Where a row goes, which may be one that does not exist.
     __device__ Out* out_row(int row) const {
         const AttentionStrides& s = params.shape.out;
         return static_cast<Out*>(params.call.out) + block.split * params.shape.out_split + block.batch * s.batch +
-               (block.q_begin + query(row)) * s.row + head_of(row) * s.head;
+               (block.q_begin + (kPacked ? query(row) : row)) * s.row + head_of(row) * s.head;
     }
 
-    __device__ void fetch_q() {
+    __device__ void write_lse(int row, float value) const {
+        const AttentionShape& shape = params.shape;
+        if (row > work.last) return;
+        params.call.lse[block.split * shape.lse_split + block.batch * shape.lse_batch + head_of(row) * shape.lse_head +
+                        block.q_begin + query(row)] = value;
+    }
+
+    __device__ void fetch_q(const AttentionBlock& mine, int first, int last) {
         const AttentionStrides& s = params.shape.q;
-        const T* base = static_cast<const T*>(params.call.q) + block.batch * s.batch + block.q_begin * s.row +
-                        block.head * s.head;
-        const int packed = params.shape.packed, cols = params.shape.head_dim;
-        if (packed == 1) {
-            const StridedRows<T> rows = {base, s.row, s.col};
-            fetch_rows<TileQ, ACCESS, THREADS>(shared, rows, work.first, work.last + 1, cols, threadIdx.x);
+        const T* base = static_cast<const T*>(params.call.q) + mine.batch * s.batch + mine.q_begin * s.row +
+                        mine.head * s.head;
+        const int cols = params.shape.head_dim;
+        if constexpr (kPacked) {
+            const PackedRows<T> rows = {base, s.row, s.head, s.col, params.shape.packed};
+            fetch_rows<TileQ, ACCESS, THREADS>(shared, rows, first, last + 1, cols, threadIdx.x);
         } else {
-            const PackedRows<T> rows = {base, s.row, s.head, s.col, packed};
-            fetch_rows<TileQ, ACCESS, THREADS>(shared, rows, work.first, work.last + 1, cols, threadIdx.x);
+            const StridedRows<T> rows = {base, s.row, s.col};
+            fetch_tile<TileQ, ACCESS, THREADS>(shared, rows, first, last + 1, cols, threadIdx.x);
         }
     }
 
-    __device__ void multiply_qk(Scores& scores, uint32_t tile_k) const {
-        const ReaderQ reader_q(warp * WARP_M, lane);
-        const ReaderK reader_k(0, lane);
+    __device__ void multiply_qk(Scores& scores) const {
+        const int own = made_anew(lane);
+        const ReaderQ reader_q(warp * WARP_M, own);
+        const ReaderK reader_k(0, own);
 #pragma unroll
         for (int step = 0; step < Tile::HEAD_DIM / 16; ++step) {
             uint32_t q[ATOMS_M][4];
@@ -192,7 +235,7 @@ private:
 #pragma unroll
             for (int pair = 0; pair < ATOMS_N / 2; ++pair) {
                 uint32_t k[4];
-                reader_k.read(k, tile_k + TileK::panel(step * 16), pair, step % (TileK::PANEL_COLS / 16));
+                reader_k.read(k, tile_k() + TileK::panel(step * 16), pair, step % (TileK::PANEL_COLS / 16));
 #pragma unroll
                 for (int i = 0; i < ATOMS_M; ++i) {
                     MmaAtom<T>::multiply(scores[i][2 * pair], q[i], k[0], k[1]);
@@ -202,14 +245,14 @@ private:
         }
     }
 
-    __device__ void multiply_pv(const Weights& weights, uint32_t tile_v) {
-        const ReaderV reader_v(0, lane);
+    __device__ void multiply_pv(const Weights& weights) {
+        const ReaderV reader_v(0, made_anew(lane));
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; ++step) {
 #pragma unroll
             for (int pair = 0; pair < ATOMS_V / 2; ++pair) {
                 uint32_t v[4];
-                reader_v.read(v, tile_v + TileV::panel(pair * 16), pair % (TileV::PANEL_COLS / 16), step);
+                reader_v.read(v, tile_v() + TileV::panel(pair * 16), pair % (TileV::PANEL_COLS / 16), step);
 #pragma unroll
                 for (int i = 0; i < ATOMS_M; ++i) {
                     MmaAtom<T>::multiply(acc[i][2 * pair], weights[i][step], v[0], v[1]);
@@ -221,24 +264,31 @@ private:
 
     // Scores out of products, -inf for keys that a row does not see.
     __device__ void make_scores(Scores& scores, int first_key, bool sees_all) const {
-        const int first_row = row_of(0);
+        if (kPlain && params.shape.window_left == kUnlimited) make_scores<false>(scores, first_key, sees_all);
+        else make_scores<true>(scores, first_key, sees_all);
+    }
+
+    // kBegin: keys may be hidden before those that are seen, too.
+    template <bool kBegin> __device__ void make_scores(Scores& scores, int first_key, bool sees_all) const {
+        const int own = first_key + lane % 4 * 2;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const int row = first_row + r * 8, i = query(row);
-            const RowScore<T, kScore> score(params, block, i, head_of(row));
-            const KeyRange seen = sees_all ? KeyRange{0, block.k_len} : block.visible(params.shape, i);
-#pragma unroll
-            for (int j = 0; j < ATOMS_N; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& value = scores[r / 2][j][r % 2 * 2 + e];
-                    const int key = first_key + j * 8 + lane % 4 * 2 + e;
-                    const bool is_seen = key >= seen.begin && key < seen.end;
-                    if constexpr (kPlain) value = is_seen ? value : -infinity();
-                    else value = is_seen ? score(value, key) : -infinity();
-                }
-            }
+            const int i = query(row_of(r));
+            const RowScore<T, kScore> score(params, block, i, head_of(row_of(r)));
+            const KeyRange seen = !kPlain && sees_all ? KeyRange{0, block.k_len} : block.visible(params.shape, i);
+            const int begin = seen.begin - own, end = seen.end - own;
+            for_row(scores, r, [&](float& value, int further) {
+                const bool is_seen = further < end && (!kBegin || further >= begin);
+                if constexpr (kPlain) value = is_seen ? value : -infinity();
+                else value = is_seen ? score(value, own, further) : -infinity();
+            });
         }
+    }
+
+    // f(score, keys from the thread's first) for all scores of the thread's row r.
+    template <class F> static __device__ void for_row(Scores& scores, int r, F f) {
+#pragma unroll
+        for (int i = 0; i < ATOMS_N * 2; ++i) f(scores[r / 2][i / 2][r % 2 * 2 + i % 2], i / 2 * 8 + i % 2);
     }
 
     // Puts zeros in the place of weights that dropout takes; heads are not packed then.
@@ -259,14 +309,14 @@ private:
     // --- a value that is not finite, next to rows that do not see it: a weight of 0 would make it NaN
 
     // Puts zeros in the place of such values, and remembers if there were any.
-    __device__ void clear_nonfinite(uint32_t tile_v) const {
+    __device__ void clear_nonfinite() const {
         uint32_t found = 0;
 #pragma unroll 2
         for (int byte = threadIdx.x * 16; byte < TileV::BYTES; byte += THREADS * 16) {
             uint32_t x, y, z, w;
             asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
                          : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
-                         : "r"(tile_v + byte)
+                         : "r"(tile_v() + byte)
                          : "memory");
             found |= nonfinite_halves<T>(x) | nonfinite_halves<T>(y) | nonfinite_halves<T>(z) | nonfinite_halves<T>(w);
         }
@@ -275,9 +325,9 @@ private:
 #pragma unroll 1
         for (int byte = threadIdx.x * 4; byte < TileV::BYTES; byte += THREADS * 4) {
             uint32_t word;
-            load_shared(word, tile_v + byte);
+            load_shared(word, tile_v() + byte);
             const uint32_t bad = nonfinite_halves<T>(word) >> 15;  // 1 in a half to be cleared
-            asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile_v + byte), "r"(word & ~(bad * 0xffff)) : "memory");
+            asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile_v() + byte), "r"(word & ~(bad * 0xffff)) : "memory");
         }
         __syncthreads();
     }
@@ -310,8 +360,8 @@ private:
 
     // Elements e and e + 1 of each atom, times `factor`, where the row exists: lanes of a quad exchange what they have, so
     // that each writes 16 bytes.
-    __device__ void write_quads(int row, const float (&values)[ATOMS_V][4], int e, float factor) const {
-        Out* out = out_row(row) + made_anew(lane % 4 * 8);
+    __device__ void write_quads(Out* row, bool exists, const float (&values)[ATOMS_V][4], int e, float factor) const {
+        Out* out = row + made_anew(lane % 4 * 8);
 #pragma unroll
         for (int group = 0; group < ATOMS_V / 4; ++group) {
             uint32_t words[4];
@@ -321,7 +371,7 @@ private:
                 words[i] = pack_pair<Out>(pair[e] * factor, pair[e + 1] * factor);
             }
             transpose_quad(words, lane);
-            if (row <= work.last && group * 32 + lane % 4 * 8 < params.shape.head_dim_v) {
+            if (exists && group * 32 + lane % 4 * 8 < params.shape.head_dim_v) {
                 *reinterpret_cast<uint4*>(out + group * 32) = {words[0], words[1], words[2], words[3]};
             }
         }

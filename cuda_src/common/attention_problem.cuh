@@ -14,6 +14,8 @@ constexpr int kScoreSoftcap = 1, kScoreAlibi = 2, kScoreBias = 4, kScoreMultiply
 // And a bit for what becomes of the weights: dropout.cuh.
 constexpr int kScoreDropout = 16;
 
+constexpr int kUnlimited = 1 << 30;  // a window bound that hides nothing; any length is less
+
 struct AttentionStrides {
     int64_t batch, row, head, col;  // varlen: batch is 0
 };
@@ -47,7 +49,7 @@ struct AttentionShape {  // kept by a plan, but for dropout
     int total_q, total_keys;    // rows that q and k have, with cu_seqlens
     int head_dim, head_dim_v;
     int row_tiles, splits;         // of a head and sequence
-    int window_left, window_right; // 2^30, more than any length: unlimited; causal is window_right = 0
+    int window_left, window_right; // or kUnlimited; causal is window_right = 0
     int page_shift;                // log2 of the page size
     int bias_is_float;             // else it has the type of q
     int out_pairs;                 // 1: two elements of out can be written at once; 2: 16 bytes

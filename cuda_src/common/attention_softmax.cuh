@@ -28,14 +28,18 @@ template <> __device__ inline uint32_t pack_pair<__nv_bfloat16>(float low, float
     return pair;
 }
 
-// The running state of a thread's rows. The maximum is that of the scores times `scale` (log2(e) and all), the sum is
-// the thread's own share of the row.
+// The running state of a thread's rows. The maximum is that of the scores times `scale` (log2(e) and all), or a little
+// less, the sum is the thread's own share of the row.
 template <int ATOMS_M> struct OnlineSoftmax {
     static constexpr int ROWS = 2 * ATOMS_M;
     // From here on, a maximum is so coarse that a product has to be rounded as it was: fused with the difference, it
     // would give the weight of the maximum an error of its own.
     static constexpr float kFar = 4096;
+    // A score that is no more than this over the maximum leaves it: weights of up to 32 cost no precision, and a new
+    // maximum costs as much as a third of a product.
+    static constexpr float kGain = 5;
     float max[ROWS], sum[ROWS];
+    bool is_settled = false;  // warp-wide: all rows have a maximum, and none is far
 
     __device__ OnlineSoftmax() {
 #pragma unroll
@@ -45,26 +49,57 @@ template <int ATOMS_M> struct OnlineSoftmax {
         }
     }
 
-    // Turns scores into weights, relative to the new maximum, and brings the sums and `acc` to it. `scale` is positive.
-    // Accumulators of two atoms are one fragment of the product with v.
+    // Turns scores into weights relative to the maximum, and brings the sums and `acc` to it if it is a new one.
+    // `scale` is positive. Accumulators of two atoms are one fragment of the product with v.
     template <class T, int ATOMS_N, int ATOMS_V>
     __device__ void step(float (&scores)[ATOMS_M][ATOMS_N][4], uint32_t (&weights)[ATOMS_M][ATOMS_N / 2][4],
                          float (&acc)[ATOMS_M][ATOMS_V][4], float scale) {
-        float base[ROWS], factor[ROWS];
-        bool changed = false, is_far = false;
+        float highest[ROWS];
+        bool rises = !is_settled;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int e = r % 2 * 2;
-            float highest = -infinity();
+            highest[r] = -infinity();
 #pragma unroll
             for (int j = 0; j < ATOMS_N; ++j) {
-                highest = fmaxf(highest, fmaxf(scores[r / 2][j][e], scores[r / 2][j][e + 1]));
+                highest[r] = fmaxf(highest[r], fmaxf(scores[r / 2][j][e], scores[r / 2][j][e + 1]));
             }
-            const float next = fmaxf(max[r], quad_max(highest) * scale);
-            base[r] = next == -infinity() ? 0.0f : next;  // no key so far: weights of exp2(-inf) = 0
-            factor[r] = exp2_fast(max[r] - base[r]);
+            rises |= highest[r] * scale > max[r] + kGain;
+        }
+        if (__any_sync(~0u, rises) && raise(highest, acc, scale)) {
+            for_all(scores, [&](float& score) { score *= scale; });
+            scale = 1.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const int e = r % 2 * 2;
+            const float from = base(max[r]);
+#pragma unroll
+            for (int j = 0; j < ATOMS_N; ++j) {
+                const float low = exp2_fast(fmaf(scores[r / 2][j][e], scale, -from));
+                const float high = exp2_fast(fmaf(scores[r / 2][j][e + 1], scale, -from));
+                weights[r / 2][j / 2][j % 2 * 2 + r % 2] = pack_pair<T>(low, high);
+                sum[r] += low + high;
+            }
+        }
+    }
+
+private:
+    // What weights are relative to: without a key so far they are exp2(-inf) = 0.
+    static __device__ float base(float max) { return max == -infinity() ? 0.0f : max; }
+
+    // Takes the thread's highest scores into the maxima, and tells whether one of the warp is far.
+    template <int ATOMS_V>
+    __device__ bool raise(const float (&highest)[ROWS], float (&acc)[ATOMS_M][ATOMS_V][4], float scale) {
+        float factor[ROWS];
+        bool changed = false, is_far = false, is_empty = false;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const float next = fmaxf(max[r], quad_max(highest[r]) * scale);
+            factor[r] = exp2_fast(max[r] - base(next));
             changed |= factor[r] != 1.0f;
-            is_far |= fabsf(base[r]) > kFar;
+            is_empty |= next == -infinity();
+            is_far |= fabsf(base(next)) > kFar;
             max[r] = next;
         }
         if (__any_sync(~0u, changed)) {
@@ -78,24 +113,11 @@ template <int ATOMS_M> struct OnlineSoftmax {
                 }
             }
         }
-        if (__any_sync(~0u, is_far)) {
-            for_all(scores, [&](float& score) { score *= scale; });
-            scale = 1.0f;
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const int e = r % 2 * 2;
-#pragma unroll
-            for (int j = 0; j < ATOMS_N; ++j) {
-                const float low = exp2_fast(fmaf(scores[r / 2][j][e], scale, -base[r]));
-                const float high = exp2_fast(fmaf(scores[r / 2][j][e + 1], scale, -base[r]));
-                weights[r / 2][j / 2][j % 2 * 2 + r % 2] = pack_pair<T>(low, high);
-                sum[r] += low + high;
-            }
-        }
+        is_far = __any_sync(~0u, is_far);
+        is_settled = !is_far && !__any_sync(~0u, is_empty);
+        return is_far;
     }
 
-private:
     template <int M, int N, class Change> static __device__ void for_all(float (&values)[M][N][4], Change change) {
 #pragma unroll
         for (int i = 0; i < M * N * 4; ++i) change(values[i / (N * 4)][i / 4 % N][i % 4]);

@@ -4,11 +4,11 @@
 
 namespace rawops {
 
-// What a block of the tensor-core kernels works on: BLOCK_M rows of q against BLOCK_N keys at a time, in a ring of
-// STAGES. A warp has all keys of its rows.
-template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int WARPS_, int STAGES_> struct AttentionTile {
+// What a block of the tensor-core kernels works on: BLOCK_M rows of q against BLOCK_N keys at a time. A warp has all
+// keys of its rows.
+template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int WARPS_> struct AttentionTile {
     static constexpr int HEAD_DIM = HEAD_DIM_, HEAD_DIM_V = HEAD_DIM_V_;
-    static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_, STAGES = STAGES_;
+    static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_;
     static constexpr int WARPS = WARPS_, THREADS = WARPS * kWarpSize, WARP_M = BLOCK_M / WARPS;
 };
 
@@ -27,7 +27,6 @@ template <class T, int ROWS_, int COLS_> struct RowTile {
 // Where row i begins. `col` is the stride along a row, 1 but for accesses of one element.
 template <class T> struct StridedRows {
     static constexpr bool kEven = true;  // rows lie `row` apart
-    static constexpr int kUnroll = 32;
     const T* base;
     int64_t row, col;
     __device__ const T* at(int i) const { return base + i * row; }
@@ -36,7 +35,6 @@ template <class T> struct StridedRows {
 // Row i is query i / packed of head i % packed.
 template <class T> struct PackedRows {
     static constexpr bool kEven = false;
-    static constexpr int kUnroll = 1;  // it is done once, and should not cost the main loop registers
     const T* base;
     int64_t row, head, col;
     int packed;
@@ -56,7 +54,7 @@ __device__ inline void fetch_rows(uint32_t tile, const Rows<T>& rows, int first,
     const int valid = clamp(cols - col, 0, PIECE), left = end - first - row;
     const T* from = rows.base;
     if (Rows<T>::kEven && left > 0) from = rows.at(first + row) + col * rows.col;
-#pragma unroll Rows<T>::kUnroll
+#pragma unroll (Rows<T>::kEven ? 32 : 1)  // uneven rows are q's, once: they should not cost the main loop registers
     for (int step = 0; step < ceil_div(Tile::ROWS, ROWS_PER_STEP); ++step) {
         const int further = step * ROWS_PER_STEP;
         if (Tile::ROWS % ROWS_PER_STEP != 0 && row + further >= Tile::ROWS) break;
@@ -79,30 +77,43 @@ __device__ inline void fetch_rows(uint32_t tile, const Rows<T>& rows, int first,
     }
 }
 
-// The same for tiles that are fetched again and again, most of which have no end in them: code of its own for those.
+// The same, in the way that costs least: panel by panel, so that a thread's rows are a multiple of 8 apart, and with
+// code of its own for tiles that have no end in them, as most have none.
 template <class Tile, int ACCESS, int THREADS, class Rows>
-__device__ inline void fetch_often(uint32_t tile, const Rows& rows, int first, int end, int cols, int thread) {
+__device__ inline void fetch_tile(uint32_t tile, const Rows& rows, int first, int end, int cols, int thread) {
     fetch_rows<Tile, ACCESS, THREADS>(tile, rows, first, end, cols, thread);
 }
 template <class Tile, int ACCESS, int THREADS, class T>
-__device__ inline void fetch_often(uint32_t tile, const StridedRows<T>& rows, int first, int end, int cols, int thread) {
-    constexpr int PIECE = 16 / int(sizeof(T)), PIECES_PER_ROW = Tile::COLS / PIECE;
-    constexpr int ROWS_PER_STEP = THREADS / PIECES_PER_ROW;
-    if constexpr (ACCESS == 16 && THREADS % PIECES_PER_ROW == 0 && Tile::ROWS % ROWS_PER_STEP == 0) {
-        const int row = thread / PIECES_PER_ROW, col = thread % PIECES_PER_ROW * PIECE;
-        if (end - first >= Tile::ROWS && cols - col >= PIECE) {
-            const uint32_t to = tile + Tile::offset(row, col);
-            const int64_t step = ROWS_PER_STEP * rows.row;  // read once: `rows` may be in shared memory
-            const T* from = rows.at(first + row) + col * rows.col;
+__device__ inline void fetch_tile(uint32_t tile, const StridedRows<T>& rows, int first, int end, int cols, int thread) {
+    using Panel = typename Tile::Panel;
+    constexpr int PIECE = 16 / int(sizeof(T)), PIECES_PER_ROW = Panel::COLS / PIECE;
+    constexpr int ROWS_PER_STEP = THREADS / PIECES_PER_ROW, PANELS = Tile::COLS / Panel::COLS;
+    if constexpr (ACCESS != 16 || Tile::ROWS % ROWS_PER_STEP != 0) {
+        fetch_rows<Tile, ACCESS, THREADS>(tile, rows, first, end, cols, thread);
+        return;
+    }
+    const int row = thread / PIECES_PER_ROW, col = thread % PIECES_PER_ROW * PIECE, left = end - first;
+    const uint32_t to = tile + Panel::offset(row, col);
+    const T* from = rows.at(first + row) + col;
+    if (left >= Tile::ROWS && cols == Tile::COLS) {
 #pragma unroll
-            for (int further = 0; further < Tile::ROWS; further += ROWS_PER_STEP, from += step) {
-                const bool is_below = ROWS_PER_STEP % 8 == 0;  // in the same chunk of its row
-                cp_async_16(is_below ? to + further * Tile::Panel::ROW_BYTES : tile + Tile::offset(row + further, col), from);
+        for (int further = 0; further < Tile::ROWS; further += ROWS_PER_STEP, from += ROWS_PER_STEP * rows.row) {
+#pragma unroll
+            for (int panel = 0; panel < PANELS; ++panel) {
+                cp_async_16(to + further * Panel::ROW_BYTES + panel * Panel::BYTES, from + panel * Panel::COLS);
             }
-            return;
+        }
+    } else {
+#pragma unroll 1
+        for (int further = 0; further < Tile::ROWS; further += ROWS_PER_STEP, from += ROWS_PER_STEP * rows.row) {
+#pragma unroll
+            for (int panel = 0; panel < PANELS; ++panel) {
+                const int valid = row + further < left ? clamp(cols - panel * Panel::COLS - col, 0, PIECE) : 0;
+                cp_async<16>(to + further * Panel::ROW_BYTES + panel * Panel::BYTES, from + panel * Panel::COLS,
+                             valid * int(sizeof(T)));
+            }
         }
     }
-    fetch_rows<Tile, ACCESS, THREADS>(tile, rows, first, end, cols, thread);
 }
 
 }  // namespace rawops
