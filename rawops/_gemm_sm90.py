@@ -46,10 +46,9 @@ _COST_OF_TILE = {PLAIN: 350, BIASED: 1150, STAGED: 3000, DIRECT: 900}
 _RING_BYTES = 248  # that an SM takes in for a tile of 128 rows
 _SECTOR = 32
 _STRADDLING_BYTES = 15000, 23000  # all SMs, where rows begin inside sectors, inside lines of 128 bytes
-_MEMORY_BYTES = 9800  # that all SMs together take in from the memory, and
+_MEMORY_BYTES = 9800  # that all SMs together take in from the memory, however b lies there, and
 _SM_BYTES = 180  # one from the L2, twice as much where most others are idle
 _LATENCY = 550  # of a stage under way
-_STREAMED_BYTES = 96 << 10  # of a row-major b that a block of few rows has under way: more, and the memory is slower
 _COST_OF_CLUSTER = 250  # its barrier, and the way of the partial sums to other SMs, at
 _CLUSTER_BYTES = 80
 _COST_OF_RIDING = 10  # of lora_a's columns, beyond their number
@@ -260,17 +259,8 @@ def configure(
     config = Config(block_m, block_n, 0, cluster, ping_pong, rides, rows, blocks, waves, 0, pairs)
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
     config = replace(config, stages=max(min(stages, MAX_STAGES), 0))
-    if streams_rows(problem, config, sm_count):
-        config = replace(config, stages=min(config.stages, max(-(-_STREAMED_BYTES // (block_n * SPAN)), _MIN_STAGES)))
     config = replace(config, cost=_cost(problem, config, sm_count, tiles, at_a_time))
     return config if rides or not problem.rank else _with_blocks_beside(problem, config, sm_count, tiles)
-
-
-def streams_rows(problem: Problem, config: Config, sm_count: int) -> bool:
-    """Tell whether nearly all SMs stream rows of a row-major b past a few rows of a: each then reads short pieces of
-    rows that are far apart, and the memory is at its best with fewer of them under way, from one launch at a time."""
-    streams = config.block_m == 64 and config.cluster == 1 and not problem.b_k_major and not problem.grouped
-    return streams and 6 * config.blocks >= 5 * sm_count
 
 
 def _with_blocks_beside(problem: Problem, config: Config, sm_count: int, tiles: int) -> Config:
@@ -323,8 +313,7 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
         main_loop, finish = max(main_loop, finish) + more, finish // config.waves
     memory = (problem.batches * problem.N * problem.parts + tiles * rows // 4) * problem.K
     memory = memory * problem.itemsize // _MEMORY_BYTES
-    if config.blocks < sm_count and not streams_rows(problem, config, sm_count):
-        memory += memory * (sm_count - config.blocks) // (4 * sm_count)
+    memory += memory * (sm_count - config.blocks) // (4 * sm_count) if config.blocks < sm_count else 0
     cost = config.waves * finish
     for wave in range(config.waves):
         cost += max(main_loop, memory * min(tiles - wave * at_a_time, at_a_time) // tiles)
@@ -431,7 +420,6 @@ def plan(
         spec, choices["ping_pong"] = SM90_PAIRS if config.pairs else SM90, config.ping_pong
     kernel = spec.kernel(device, **choices)
     early = (low_rank is None or config.rides) and may_begin_early(config.blocks, device.sm_count)
-    early &= not streams_rows(problem, config, device.sm_count)
     return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call, early)
 
 
