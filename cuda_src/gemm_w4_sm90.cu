@@ -2,7 +2,10 @@
 // warps of a block that share the tokens, and the weights are dequantised in the registers of the lanes that multiply them.
 //
 //   last warp, one thread   TMA: weights, tokens, scales --> ring of stages       waits for `empty`, ends `full`
-//   the other warps         ring --> registers --> mma.sync --> sums              wait for `full`, end `empty`
+//   the warp before         tokens: the pairs that weights come out in            waits for `full`, ends `ready`  (*)
+//   the other warps         ring --> registers --> mma.sync --> sums              wait for `ready`, end `empty`
+//
+// (*) Where many warps share the tokens. Otherwise each pairs what it reads, and `full` is `ready`.
 //
 // A block has `units` of 32 columns and `slices` warps for each, which take every slices-th group of 128 along K. In the
 // end the slices are added up in order. blockIdx.x counts `units` units.
@@ -14,7 +17,7 @@ namespace rawops {
 
 constexpr int kTokens = 16, kTokenRows = kTokens + 2;  // that a lane reads, of a box: free of bank conflicts
 constexpr int kSpan = 128;                              // bytes of a swizzled row
-constexpr int kStreamThreads = 576;  // at most: more warps had to do with fewer registers each, and were no faster
+constexpr int kStreamThreads = 608;  // at most: more warps had to do with fewer registers each, and were no faster
 
 // A copy brings all that a stage has of an operand: K is two axes, of which the inner one is a swizzled row.
 struct StreamMaps {
@@ -35,8 +38,8 @@ struct StreamShape {
     }
 };
 
-// Shared addresses of a block.
-struct StreamRing {
+// Shared addresses of a block. kPaired: there is a warp that pairs the tokens.
+template <bool kPaired> struct StreamRing {
     const StreamShape& shape;
     uint32_t base, barriers;
 
@@ -45,12 +48,14 @@ struct StreamRing {
     __device__ uint32_t stage(int i) const { return base + i * shape.stage_bytes; }
     __device__ uint32_t full(int i) const { return barriers + i * 8; }
     __device__ uint32_t empty(int i) const { return barriers + (shape.stages + i) * 8; }
+    __device__ uint32_t ready(int i) const { return kPaired ? barriers + (shape.stages * 2 + i) * 8 : full(i); }
 
     // By one thread; a __syncthreads() must follow.
     __device__ void init() const {
         for (int i = 0; i < shape.stages; ++i) {
             barrier_init(full(i), 1);
             barrier_init(empty(i), shape.groups * shape.units);
+            if (kPaired) barrier_init(ready(i), 1);
         }
         barrier_init_fence();
     }
@@ -69,18 +74,18 @@ struct StreamPosition {
     }
     // Goes on to the group's stage, and waits for it and each one on the way: a parity tells two phases apart and no
     // more, so that a consumer may miss none.
-    __device__ void seek(const StreamRing& ring) {
+    template <class Ring> __device__ void seek(const Ring& ring) {
         while (group >= ring.shape.groups) {
             group -= ring.shape.groups;
             advance(ring.shape.stages);
-            barrier_wait(ring.full(stage), phase);
+            barrier_wait(ring.ready(stage), phase);
         }
     }
 };
 
 // The producer: one thread that keeps the ring full.
-template <class Tile>
-__device__ inline void load_stages(const StreamMaps& maps, const StreamRing& ring, int groups, int cols) {
+template <class Tile, class Ring>
+__device__ inline void load_stages(const StreamMaps& maps, const Ring& ring, int groups, int cols) {
     const StreamShape& shape = ring.shape;
     const int part_rows = shape.units * Tile::COLS, n = blockIdx.x * part_rows;
     StreamPosition slot;
@@ -104,6 +109,35 @@ __device__ inline void load_stages(const StreamMaps& maps, const StreamRing& rin
     }
 }
 
+// The warp that pairs the tokens of each stage, in place: once for all the warps that multiply them.
+__device__ inline void pair_tokens(const StreamRing<true>& ring, int groups, int lane) {
+    constexpr int AT_ONCE = 6, BYTES = kTokenRows * 512;  // on their way; of two groups
+    static_assert(BYTES % (AT_ONCE * kWarpSize * 16) == 0, "in whole steps");
+    const StreamShape& shape = ring.shape;
+    const int end = shape.tokens_at + shape.groups / 2 * BYTES;
+    StreamPosition slot;
+#pragma unroll 1
+    for (int first = 0; first < groups; first += shape.groups) {
+        const uint32_t stage = ring.stage(slot.stage);
+        barrier_wait(ring.full(slot.stage), slot.phase);
+#pragma unroll 1
+        for (int at = shape.tokens_at + lane * 16; at < end; at += AT_ONCE * kWarpSize * 16) {
+            uint32_t eight[AT_ONCE][4];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) load_shared(eight[i], stage + at + i * kWarpSize * 16);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                pair_apart(eight[i]);
+                store_quad(stage + at + i * kWarpSize * 16, eight[i]);
+            }
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ring.ready(slot.stage));
+        slot.advance(shape.stages);
+    }
+}
+
 // A consumer's lane: where it finds what it multiplies in a stage.
 template <class Tile> class StreamLane {
 public:
@@ -116,8 +150,9 @@ public:
     }
 
     // acc += scale * (tokens @ (q - zero)), a group in the ring.
-    __device__ void add_group(typename Tile::Accumulators& acc, const StreamRing& ring, const StreamPosition& slot,
-                              int zero_sign) const {
+    template <bool kPaired>
+    __device__ void add_group(typename Tile::Accumulators& acc, const StreamRing<kPaired>& ring,
+                              const StreamPosition& slot, int zero_sign) const {
         const uint32_t stage = ring.stage(slot.stage);
         const int group = slot.group;
         const int group_rows = shape.units * Tile::COLS, t = lane % 4;
@@ -142,7 +177,7 @@ public:
         typename Tile::Accumulators sum = {};
         multiply_group<Tile>(sum, words, offsets, [&](uint32_t (&to)[4], int q, int atom) {
             load_shared(to, (tokens ^ q * 16) + atom * 8 * kSpan);
-            pair_apart(to);
+            if (!kPaired) pair_apart(to);
         });
         int number = slot.stage;  // once more: the address takes no register among those of the products
         asm volatile("" : "+r"(number));
@@ -165,34 +200,39 @@ private:
     }
 };
 
-template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int kActivation>
+template <class T, class Out, class Scale, int kFormat, bool kHasZeros, bool kPaired, int kActivation>
 __global__ void __launch_bounds__(kStreamThreads, 1)
     gemm_w4_sm90(const __grid_constant__ StreamMaps maps, const __grid_constant__ W4Params params,
                  const __grid_constant__ StreamShape shape) {
     using Epilogue = Epilogue<T, Out, kActivation>;
     using Tile = StreamTile<T, Scale, kFormat, kHasZeros, kTokens, Epilogue::kGated>;
     extern __shared__ __align__(1024) char shared[];
-    const StreamRing ring(shape, shared_address(shared));
+    const StreamRing<kPaired> ring(shape, shared_address(shared));
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
     const int consumers = shape.consumers() * kWarpSize, cols = params.shape.epilogue.cols;
     start_next_launch();
-    if (warp == shape.consumers()) {  // begins while the others are on their way
+    const int threads = consumers + (kPaired ? 2 : 1) * kWarpSize;
+    const bool produces = warp == threads / kWarpSize - 1;
+    if (produces) {  // begins while the others are on their way
         if (lane == 0) ring.init();
         __syncwarp();
-        asm volatile("bar.arrive 2, %0;" ::"r"(consumers + kWarpSize) : "memory");
+        asm volatile("bar.arrive 2, %0;" ::"r"(threads) : "memory");
     }
     await_launch_before();
     const int groups = float(params.call.alpha.read()) == 0 ? 0 : params.shape.K / Tile::GROUP;  // 0: a and b are not read
-    if (warp == shape.consumers()) {
+    if (produces) {
         if (lane == 0) load_stages<Tile>(maps, ring, groups, cols);
         return;
     }
-    asm volatile("bar.sync 2, %0;" ::"r"(consumers + kWarpSize) : "memory");
+    asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
+    if constexpr (kPaired) {
+        if (warp == shape.consumers()) return pair_tokens(ring, groups, lane);
+    }
     const StreamLane<Tile> self(shape, warp / shape.slices, lane);
     int group = warp % shape.slices;
     StreamPosition slot;
     slot.group = group;
-    if (groups > 0) barrier_wait(ring.full(0), 0);
+    if (groups > 0) barrier_wait(ring.ready(0), 0);
     typename Tile::Accumulators acc = {};
 #pragma unroll 1
     for (; group < groups; group += shape.slices) {

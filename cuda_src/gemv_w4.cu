@@ -10,9 +10,9 @@
 namespace rawops {
 
 // 16 bytes that are read once: the L1 keeps nothing of them. A load of a warp takes pieces of 64 bytes of eight rows, and
-// other warps what lies beside: the L2 is to fetch 256 bytes for the first of them.
+// other warps what lies beside: the L2 is to fetch 128 bytes for the first of them.
 __device__ inline void load_once(uint32_t (&r)[4], const char* from) {
-    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "l"(from));
 }

@@ -312,7 +312,8 @@ def _hopper_plan(device, described: dict, sizes: tuple, extents: tuple, scales: 
     names = ("block_m", "block_n", "stages", "cluster", "ping_pong")
     kernel = spec.kernel(device, **choices, finish=problem.finish, **{name: getattr(config, name) for name in names})
     maps = _gemm_sm90.tensor_maps(device, described, problem, config, sizes, extents)
-    return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, None)
+    early = _gemm_sm90.may_begin_early(config.blocks, device.sm_count)
+    return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, None, early)
 
 
 def _launch_of(kernel: Function, problem: Problem, config: _gemm_config.Config) -> Callable:

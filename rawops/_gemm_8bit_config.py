@@ -32,7 +32,8 @@ BYTES = {
 }
 # As in _gemm_sm90.py; the last was measured on an H200.
 _COST_OF_TILE = {PLAIN: 300, BIASED: 600, STAGED: 1200, DIRECT: 2500}
-_COST_OF_A = 32  # in a block of K: more than with 16 bits, whose products take as long for half as many
+# In a block of K, by promotion: more than with 16 bits, whose products take as long for half as many.
+_COST_OF_A = {IN_PLACE: 32, PROMOTED: 128, BLOCK_SCALED: 72, COLUMN_SCALED: 32}
 _E4M3, _INT8 = BYTES["float8_e4m3fn", "float8_e4m3fn"], BYTES["int8", "int8"]
 
 _SCALE_FIELDS = {
@@ -135,8 +136,6 @@ class BytesProblem(HopperProblem):
         if ping_pong:
             return []
         widest = 128 if cluster > 1 else 192 if self.finish == PLAIN else 160  # with two sets of accumulators
-        if self.promotion == PROMOTED:
-            widest = min(widest, 176)  # which is faster than 192
         if self.promotion == COLUMN_SCALED and self.parts == 2:
             widest = min(widest, 128)
         return [width for width in range(step, widest + 1, step) if self._fits_blocks(width // self.parts)]
@@ -144,7 +143,7 @@ class BytesProblem(HopperProblem):
     def _fits_blocks(self, cols: int) -> bool:
         """Tell whether the columns of any tile lie in two blocks of 128 at most, where these have scales.
 
-        So they do for 144 and 160 as well, but where one begins depends on the tile, which takes longer.
+        So they do for 160 as well, which was no faster than 192 anywhere.
         """
         return self.promotion != BLOCK_SCALED or cols <= 128 or cols == 192
 
@@ -164,7 +163,8 @@ def candidates(problem: BytesProblem, sm_count: int, max_shared_bytes: int) -> l
 def _cost(problem: BytesProblem, config: Config) -> int:
     if config.block_m == 64:
         return config.cost
-    main_loop, finish = -(-problem.k_blocks // config.cluster) * (config.block_n + _COST_OF_A), problem.cost_of_tile
+    k_blocks, finish = -(-problem.k_blocks // config.cluster), problem.cost_of_tile
+    main_loop = k_blocks * (config.block_n + _COST_OF_A[problem.promotion])
     if config.ping_pong:
         return config.waves * (max(main_loop, finish) + finish // config.waves)
     return max(config.cost, config.waves * (main_loop + finish))  # the former where the memory is slower

@@ -258,7 +258,7 @@ class WeightProduct(Product):
         limits, group_bytes = (device.sm_count, device.max_shared_bytes), (groups.scale_bytes, groups.zero_bytes)
         config = _gemm_w4_sm90.select_config(N, K, N // cols, group_bytes, *limits)
         choices = {"dtype": operands["a"].dtype, "out_dtype": operands["out"].dtype, **self._groups(further)}
-        kernel = W4_SM90.kernel(device, **choices, activation=activation)
+        kernel = W4_SM90.kernel(device, **choices, paired=config.paired, activation=activation)
         maps = _gemm_w4_sm90.tensor_maps(device, operands, further, config, (M, N, K, cols))
         return _OnHopper(kernel, (config.blocks, 1, 1), config, maps, shape, _tail(further))
 

@@ -13,7 +13,7 @@ MOST_TOKENS = 8
 
 _UNIT = 32  # columns of a block
 _SPLITS = (4, 8, 16, 32)  # warps that share the K of a block
-_WARPS_PER_SM = 22  # that keep enough loads on the way
+_WARPS_PER_SM = 19  # that keep enough loads on the way
 
 
 def spec_of(params: ParamStruct, types: dict[str, tuple]) -> KernelSpec:

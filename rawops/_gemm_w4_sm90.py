@@ -22,6 +22,8 @@ _MAX_UNITS = 8  # whose columns are those of a box
 _MAX_CONSUMERS = 17  # warps
 _BUSY = 10  # of them, which the memory waits for
 _MIN_STAGES, _MAX_STAGES = 3, 32
+_BARRIERS = 24  # bytes of a stage
+_SHARED = 4  # units, for which a warp pairs the tokens
 _STAGE_BYTES = 16384  # of weights, at least, and no more than it takes: a block begins when its first stage is there
 _ROWS = 18  # of a box of tokens: two more than a lane reads, so that what eight lanes read lies in different banks
 _SHAPE_FIELDS = (
@@ -40,12 +42,13 @@ _SHAPE = ParamStruct("StreamShape", **dict.fromkeys(_SHAPE_FIELDS, "int32"))
 
 def spec_of(params: ParamStruct, types: dict[str, tuple]) -> KernelSpec:
     """Declare the kernel, which takes the parameters of gemm_w4.cu, and the types that every kernel has."""
-    choices = {**types, "activation": tuple(range(len(ACTIVATIONS)))}
+    choices = {**types, "paired": (False, True), "activation": tuple(range(len(ACTIVATIONS)))}
     smoke = [
-        ("bfloat16", "bfloat16", "bfloat16", 0, False, 0),
-        ("float16", "float16", "float32", 1, True, 0),
-        ("float16", "float16", "float16", 2, False, 5),
-        ("bfloat16", "float32", "float32", 1, True, 5),
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, False, 0),
+        ("bfloat16", "bfloat16", "bfloat16", 0, False, True, 0),
+        ("float16", "float16", "float32", 1, True, True, 0),
+        ("float16", "float16", "float16", 2, False, False, 5),
+        ("bfloat16", "float32", "float32", 1, True, False, 5),
     ]
     return specs.spec_of("gemm_w4_sm90.cu", "gemm_w4_sm90", choices, *smoke, params=params)
 
@@ -80,7 +83,12 @@ class Config:
 
     @property
     def threads(self) -> int:
-        return 32 * (self.slices * self.units + 1)
+        return 32 * (self.slices * self.units + 1 + self.paired)
+
+    @property
+    def paired(self) -> bool:
+        """Whether a warp pairs the tokens for all others: it takes as long for a group as the warps of four units."""
+        return self.units >= _SHARED
 
     @property
     def scale_at(self) -> int:
@@ -99,7 +107,7 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16)
+        return self.stages * (self.stage_bytes + _BARRIERS)
 
     @property
     def packed(self) -> bytes:
@@ -151,7 +159,7 @@ def _with_ring(
     groups = 2 * -(-_STAGE_BYTES // (columns * GROUP))
     sizes = groups * columns * GROUP // 2, groups * _ROWS * GROUP * 2, *(groups * columns * n for n in group_bytes)
     config = Config(slices, units, blocks, 0, groups, *sizes, parts)
-    config = replace(config, stages=min(max_shared_bytes // (config.stage_bytes + 16), _MAX_STAGES))
+    config = replace(config, stages=min(max_shared_bytes // (config.stage_bytes + _BARRIERS), _MAX_STAGES))
     holds_sums = config.shared_bytes >= slices * columns * MOST_TOKENS * 4
     return config if config.stages >= _MIN_STAGES and holds_sums else None
 
@@ -170,7 +178,13 @@ def tensor_maps(device, operands: dict, further: dict, config: Config, sizes: tu
         strides = (pitch, pitch, _SPAN, row_bytes if rows > 1 else pitch, item)
         box = (1, 1, *box, _SPAN // item)
         return functools.partial(
-            TensorMap, dtype=dtypes.numpy(dtype), shape=shape, strides=strides, box=box, swizzle=_SPAN
+            TensorMap,
+            dtype=dtypes.numpy(dtype),
+            shape=shape,
+            strides=strides,
+            box=box,
+            swizzle=_SPAN,
+            l2_promotion=0,  # which costs 5 % where all that is fetched is asked for anyway
         )
 
     describe = [

@@ -9,6 +9,7 @@ from packed_weights import Weights, integers, same
 
 import rawops
 from rawops import _gemm_w4_gemv as direct
+from rawops import _gemm_w4_sm90 as streamed
 from rawops._gemm_w4_sm90 import select_config
 from rawops.testing import references, tolerances
 
@@ -63,6 +64,16 @@ def test_more_rounds_than_stages(hopper, rng):
     assert K // 128 % config.slices
     weights = Weights(hopper, rng, K, 16, 128, "int4")
     a = integers(rng, (16, K))
+    got = weights.gemm(hopper.put(a), out_dtype="float32")
+    assert ran_on_hopper(hopper, KERNEL)
+    same(hopper, got, a.astype(float) @ weights.values)
+
+
+@pytest.mark.parametrize("units", [1, 99])
+def test_tokens_are_paired_once_or_by_each_warp(hopper, rng, monkeypatch, units):
+    monkeypatch.setattr(streamed, "_SHARED", units)
+    weights = Weights(hopper, rng, 2304, 64, 128, "uint4", zeros=True)
+    a = integers(rng, (11, 2304))
     got = weights.gemm(hopper.put(a), out_dtype="float32")
     assert ran_on_hopper(hopper, KERNEL)
     same(hopper, got, a.astype(float) @ weights.values)
@@ -130,12 +141,12 @@ def test_configurations():
     for N, K, parts, group_bytes in sizes:
         config = select_config(N, K, parts, group_bytes, 132, 227 * 1024)
         assert config.blocks * config.units * 32 >= N
-        assert config.threads <= 576
+        assert config.threads <= 608
         assert config.shared_bytes <= 227 * 1024
         assert config.units * 32 <= 256
     config = select_config(28672, 4096, 1, (2, 0), 132, 227 * 1024)
     assert (config.blocks, config.units, config.slices) == (128, 7, 2)
-    splits = [direct.select_config(N, 132).split for N in (16, 4096, 8192, 14336, 28672)]
+    splits = [direct.select_config(N, 132).split for N in (16, 4096, 8192, 10240, 28672)]
     assert splits == [32, 32, 16, 8, 4]
 
 

@@ -367,6 +367,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         }
         const int share_n = Tile::CLUSTER > 1 ? work.n + cluster_rank() * Tile::SHARE : work.n;
         const TileBias<Tile> bias(params, work, share_n, self);
+        const typename Tile::Factors factors(params, work, share_n, self, alpha);
         const int apart = Tile::LowRank::kInOrder ? max_of(k_blocks - kLastBlocks, 0) : 0;
         if constexpr (Tile::LowRank::kInOrder) multiply_stages<Tile>(acc, y, slot, apart, exchange, self);
         auto passes = Tile::LowRank::template begin<Tile>(*low_rank, params.shape, work, self);
@@ -379,7 +380,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
             multiply_stages<Tile>(acc, y, slot, k_blocks - apart, exchange, self, [&] { read_made_y(0); }, apart > 0);
         }
         using Epilogue = typename Tile::Epilogue;
-        const auto epilogue = Tile::Scaling::template epilogue<Epilogue>(params, work.batch, alpha, work.m_end);
+        const auto epilogue = Tile::Scaling::template epilogue<Epilogue>(params, work.batch, factors.alpha, work.m_end);
         auto finish = [&](typename Tile::Finished& sum) {
             if constexpr (Tile::LowRank::RANK > 0) {
 #pragma unroll 1
@@ -395,8 +396,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
             if constexpr (Tile::LowRank::kSorted) {
                 Tile::LowRank::template finish<Tile>(passes, sum, epilogue, alpha, params, *low_rank, work, self);
             } else {
-                const typename Tile::Factors factors(params, work, self);
-                finish_work<Tile>(sum, factors, epilogue, alpha, bias, maps.d, work, self);
+                finish_work<Tile>(sum, factors, epilogue, factors.alpha, bias, maps.d, work, self);
             }
         };
         if constexpr (Tile::CLUSTER > 1) {

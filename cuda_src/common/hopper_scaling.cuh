@@ -6,44 +6,54 @@
 
 namespace rawops {
 
-// Issues part = a @ b of the next stage when it is full.
-template <class Tile>
-__device__ inline void multiply_stage(typename Tile::Value (&part)[Tile::BLOCK_N / 2],
-                                      const RingPosition<Tile::STAGES>& slot, const Exchange<Tile>& exchange,
-                                      const Consumer& self) {
+// sum = a @ b over the next k_blocks stages, each of which the tensor cores add up in their own 14 bits or so. `adder` is
+// told of each stage, adds what has been multiplied to the sums, and lets the stage go. The other consumer keeps the
+// tensor cores busy meanwhile.
+template <class Tile, class Adder>
+__device__ inline void multiply_promoted(typename Tile::Accumulators& sum, RingPosition<Tile::STAGES>& slot,
+                                         int k_blocks, const Exchange<Tile>& exchange, const Consumer& self,
+                                         Adder adder) {
     using A = typename Tile::OperandA;
     using B = typename Tile::OperandB;
-    const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
-    const uint64_t a = A::descriptor(stage + self.row / 64 * A::ROWS_64), b = B::descriptor(stage + Tile::A_BYTES);
-    barrier_wait(exchange.barriers.full(slot.stage), slot.phase);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Tile::K_STEPS; ++step) {
-        WgmmaAtom<typename Tile::T, Tile::BLOCK_N, true, true>::multiply(part, A::advance(a, 0, step),
-                                                                         B::advance(b, 0, step), step > 0);
-    }
-    wgmma_commit();
-}
-
-// sum = a @ b over the next k_blocks stages, each of which the tensor cores add up in their own 14 bits or so. The other
-// consumer keeps them busy while this one adds.
-template <class Tile>
-__device__ inline void multiply_promoted(typename Tile::Accumulators& sum, RingPosition<Tile::STAGES>& slot,
-                                         int k_blocks, const Exchange<Tile>& exchange, const Consumer& self) {
 #pragma unroll
     for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] = 0;
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {
         typename Tile::Value part[Tile::BLOCK_N / 2];
-        multiply_stage<Tile>(part, slot, exchange, self);
+        const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
+        const uint64_t a = A::descriptor(stage + self.row / 64 * A::ROWS_64), b = B::descriptor(stage + Tile::A_BYTES);
+        barrier_wait(exchange.barriers.full(slot.stage), slot.phase);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Tile::K_STEPS; ++step) {
+            WgmmaAtom<typename Tile::T, Tile::BLOCK_N, true, true>::multiply(part, A::advance(a, 0, step),
+                                                                             B::advance(b, 0, step), step > 0);
+        }
+        wgmma_commit();
+        adder.begin(slot.stage);
         wgmma_wait<0>();
         hold(part);
-        if (self.leads()) barrier_arrive(exchange.barriers.empty(slot.stage));
-#pragma unroll
-        for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] += part[i];
+        if (!Adder::kReadsStage) adder.release(exchange.barriers.empty(slot.stage));
+        adder.add(sum[0], part);
+        if (Adder::kReadsStage) adder.release(exchange.barriers.empty(slot.stage));
         slot.advance();
     }
 }
+
+// Adds without scales.
+template <class Tile> struct PlainAdder {
+    static constexpr bool kReadsStage = false;
+    const Consumer& self;
+
+    __device__ void begin(int) {}
+    __device__ void add(float (&sum)[Tile::BLOCK_N / 2], const float (&part)[Tile::BLOCK_N / 2]) const {
+#pragma unroll
+        for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[i] += part[i];
+    }
+    __device__ void release(uint32_t empty) const {
+        if (self.leads()) barrier_arrive(empty);
+    }
+};
 
 // Scales of COLS columns in each of PARTS parts, held by the lanes of a warp in turn.
 template <int PARTS, int COLS> struct ColumnScales {
@@ -68,21 +78,29 @@ template <int PARTS, int COLS> struct ColumnScales {
 __device__ inline void load_shared(float& value, uint32_t address) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
 }
+__device__ inline void load_shared(float (&value)[1], uint32_t address) { load_shared(value[0], address); }
 __device__ inline void load_shared(float (&pair)[2], uint32_t address) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair[0]), "=f"(pair[1]) : "r"(address) : "memory");
 }
+__device__ inline void load_shared(float (&v)[4], uint32_t address) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(address)
+                 : "memory");
+}
 
 // The scales of a stage in shared memory: those of the tile's rows, then those of every column of each part, or of the
-// two blocks of 128 in which a part's columns may lie.
+// blocks of 128 in which a part's columns may lie.
 template <class Tile, bool kEveryColumn> struct StagedScales {
-    static constexpr bool kOneBlock = Tile::PARTS == 1 && Tile::COLS == kScaleBlock;
-    static constexpr int STEP = Tile::COLS & -Tile::COLS;  // tiles start at multiples of it
-    static constexpr bool kHalves = !kEveryColumn && Tile::PARTS == 1 && STEP == kScaleBlock / 2;
-    static constexpr int COUNT = kEveryColumn ? Tile::COLS : 2;  // of a part
-    static_assert(kEveryColumn || Tile::COLS <= kScaleBlock || (Tile::PARTS == 1 && Tile::COLS - STEP <= kScaleBlock),
-                  "no more blocks than two");
+    static constexpr int STEP = min_of(Tile::COLS & -Tile::COLS, kScaleBlock);  // tiles start at multiples of it
+    static constexpr int BLOCKS = Tile::PARTS == 2 ? 2 : ceil_div(kScaleBlock - STEP + Tile::COLS, kScaleBlock);
+    static constexpr int COUNT = kEveryColumn ? Tile::COLS : BLOCKS == 3 ? 4 : BLOCKS;  // of a part, read together
+    static_assert(kEveryColumn || Tile::PARTS == 1 || Tile::COLS <= kScaleBlock, "a part has no more blocks than two");
 
     uint32_t rows, columns;
+
+    // Rows that one lane has accumulators of, r and r + 8, lie side by side.
+    static __device__ int place_of_row(int row) { return (row & ~15) + row % 8 * 2 + row / 8 % 2; }
 
     __device__ StagedScales(const Exchange<Tile>& exchange, int stage)
         : rows(exchange.scales + stage * Tile::SCALE_BYTES), columns(rows + Tile::BLOCK_M * 4) {}
@@ -114,14 +132,14 @@ template <class Tile, bool kEveryColumn> struct ScaleLoader {
         }
     }
 
-    // Those of the next block; `full` ends when they are there, too. What does not exist becomes 0 and is not read.
-    __device__ void load(const Staged& staged, uint32_t full) {
+    // Starts the copies of those of the next block. What does not exist becomes 0 and is not read.
+    __device__ void load(const Staged& staged) {
         const ScaleParams& scales = params.scales;
         if (scales.a != nullptr) {
             const float* from = a;
 #pragma unroll
             for (int i = 0; i < Tile::BLOCK_M; i += kWarpSize, from += kWarpSize * scales.a_strides.row) {
-                cp_async<4>(staged.rows + (i + lane) * 4, from, i < rows ? 4 : 0);
+                cp_async<4>(staged.rows + (i + Staged::place_of_row(lane)) * 4, from, i < rows ? 4 : 0);
             }
             a += scales.a_strides.col;
         }
@@ -138,84 +156,95 @@ template <class Tile, bool kEveryColumn> struct ScaleLoader {
                 b[part] += scales.b_strides.row;
             }
         }
-        barrier_arrive_after_copies(full);
     }
 };
 
-// sum += part * scales. `column` are those of two blocks, of which the second begins to_second columns after this lane's
-// first one: SPLIT, where there are no others than the two halves. `columns` is where those of every column are.
-template <class Tile, bool kEveryColumn, int SPLIT>
-__device__ inline void add_scaled(float (&sum)[Tile::BLOCK_N / 2], const float (&part)[Tile::BLOCK_N / 2],
-                                  const float (&row)[2], const float (&column)[Tile::PARTS][2],
-                                  const int (&to_second)[Tile::PARTS], uint32_t columns) {
+// Adds what has been multiplied with its scales. The tile begins START columns behind the beginning of its first block of
+// 128, as far as that matters: what selects between blocks takes as long as what it selects for.
+template <class Tile, bool kEveryColumn, int START> class ScaledAdder {
+public:
+    static constexpr bool kReadsStage = kEveryColumn;  // until everything has been added
+    using Sums = float[Tile::BLOCK_N / 2];
     using Staged = StagedScales<Tile, kEveryColumn>;
-    float scale[Tile::PARTS][2][2];  // of a part's first block and of its second, both rows
-#pragma unroll
-    for (int i = 0; i < Tile::PARTS * 4; ++i) scale[i / 4][i / 2 % 2][i % 2] = row[i % 2] * column[i / 4][i / 2 % 2];
-#pragma unroll
-    for (int i = 0; i < Tile::BLOCK_N / 2; i += 4) {
-        const int of_part = i * 2 / Tile::COLS, col = i * 2 % Tile::COLS;
-        // Where tiles start at multiples of 16, all of these columns are in one block.
-        const int begin = Staged::kOneBlock || Staged::kHalves ? SPLIT : to_second[of_part];
-        float pair[2];
-        if constexpr (kEveryColumn) load_shared(pair, columns + i * 8);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const bool second = (Tile::PARTS > 1 ? col + j % 2 : col / 16 * 16) >= begin;
-            const float (&of_block)[2][2] = scale[of_part];
-            const float factor = second ? of_block[1][j / 2] : of_block[0][j / 2];
-            sum[i + j] += part[i + j] * (kEveryColumn ? row[j / 2] * pair[j % 2] : factor);
-        }
-    }
-}
+    static constexpr int BLOCKS = Staged::BLOCKS;
 
-// sum = a @ b over the next k_blocks stages, each times its scales. The other consumer keeps the tensor cores busy
-// while this one adds.
-template <class Tile, bool kEveryColumn>
-__device__ inline void multiply_scaled(typename Tile::Accumulators& sum, const BlockScales& scales, const Work& work,
-                                       int cols, RingPosition<Tile::STAGES>& slot, int k_blocks,
-                                       const Exchange<Tile>& exchange, const Consumer& self) {
-    using Staged = StagedScales<Tile, kEveryColumn>;
-    const int lane = self.lane(), first = self.row + self.warp_row() + lane / 4;
-    int to_second[Tile::PARTS];  // columns from this lane's first one to the second block of 128
+    __device__ ScaledAdder(const BlockScales& scales_, const Work& work, int cols, const Exchange<Tile>& exchange_,
+                           const Consumer& self)
+        : scales(scales_), exchange(exchange_), lane(self.lane()) {
+        first_row = Staged::place_of_row(self.row + self.warp_row() + lane / 4);
+        if constexpr (Tile::PARTS == 2) {
 #pragma unroll
-    for (int part = 0; part < Tile::PARTS; ++part) {
-        const int n = work.n + part * cols;
-        to_second[part] = kScaleBlock - n % kScaleBlock - (Tile::PARTS > 1 ? lane % 4 * 2 : 0);
+            for (int i = 0; i < 2; ++i) to_second[i] = kScaleBlock - (work.n + i * cols) % kScaleBlock - lane % 4 * 2;
+        }
     }
-#pragma unroll
-    for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] = 0;
-#pragma unroll 1
-    for (int block = 0; block < k_blocks; ++block) {
-        typename Tile::Value part[Tile::BLOCK_N / 2];
-        multiply_stage<Tile>(part, slot, exchange, self);
-        const Staged staged(exchange, slot.stage);
-        float row[2] = {1, 1}, column[Tile::PARTS][2];
-        if (scales.a != nullptr) {
-            for (int half = 0; half < 2; ++half) load_shared(row[half], staged.rows + (first + half * 8) * 4);
-        }
-#pragma unroll
-        for (int i = 0; i < Tile::PARTS * 2; ++i) {
-            column[i / 2][i % 2] = 1;
-            if (!kEveryColumn && scales.b != nullptr) load_shared(column[i / 2][i % 2], staged.columns + i * 4);
-        }
-        wgmma_wait<0>();
-        hold(part);
-        auto release = [&] {  // by warps, which read their scales each at a time of its own
-            __syncwarp();
-            if (lane == 0) barrier_arrive(exchange.barriers.empty(slot.stage));
-        };
-        if constexpr (!kEveryColumn) release();
-        const uint32_t own_columns = staged.columns + lane % 4 * 8;
-        if (Staged::kHalves && to_second[0] == kScaleBlock / 2) {
-            add_scaled<Tile, kEveryColumn, kScaleBlock / 2>(sum[0], part, row, column, to_second, own_columns);
+
+    __device__ void begin(int stage) {
+        __syncwarp();  // or the compiler puts the loads, and the wait for them, behind the first of the products
+        const Staged staged(exchange, stage);
+        row[0] = row[1] = 1;
+        if (scales.a != nullptr) load_shared(row, staged.rows + first_row * 4);
+        if constexpr (kEveryColumn) {
+            columns = staged.columns + lane % 4 * 8;
         } else {
-            add_scaled<Tile, kEveryColumn, kScaleBlock>(sum[0], part, row, column, to_second, own_columns);
+            float column[Tile::PARTS * Staged::COUNT];
+#pragma unroll
+            for (int i = 0; i < Tile::PARTS * BLOCKS; ++i) column[i] = 1;
+            if (scales.b != nullptr) load_shared(column, staged.columns);
+#pragma unroll
+            for (int i = 0; i < Tile::PARTS * BLOCKS; ++i) {
+                for (int half = 0; half < 2; ++half) scale[i / BLOCKS][i % BLOCKS][half] = row[half] * column[i];
+            }
         }
-        if constexpr (kEveryColumn) release();
-        slot.advance();
     }
-}
+
+    __device__ void add(Sums& sum, const Sums& part) const {
+        if constexpr (kEveryColumn) add_columns(sum, part);
+        else if constexpr (Tile::PARTS == 2) add_selected(sum, part);
+        else add_blocks(sum, part);
+    }
+
+    // By warps, which read their scales each at a time of its own.
+    __device__ void release(uint32_t empty) const {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty);
+    }
+
+private:
+    const BlockScales& scales;
+    const Exchange<Tile>& exchange;
+    const int lane;
+    int first_row, to_second[2];
+    uint32_t columns;
+    float row[2], scale[Tile::PARTS][BLOCKS][2];
+
+    __device__ void add_columns(Sums& sum, const Sums& part) const {
+#pragma unroll
+        for (int i = 0; i < Tile::BLOCK_N / 2; i += 4) {
+            float pair[2];
+            load_shared(pair, columns + i * 8);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[i + j] += part[i + j] * (row[j / 2] * pair[j % 2]);
+        }
+    }
+
+    __device__ void add_blocks(Sums& sum, const Sums& part) const {
+#pragma unroll
+        for (int i = 0; i < Tile::BLOCK_N / 2; ++i) {
+            sum[i] += part[i] * scale[0][(START + i / 4 * 8) / kScaleBlock][i / 2 % 2];
+        }
+    }
+
+    // Gate and up lie in two blocks each at most, of which the second begins anywhere: to_second columns after this lane's
+    // first one.
+    __device__ void add_selected(Sums& sum, const Sums& part) const {
+#pragma unroll
+        for (int i = 0; i < Tile::BLOCK_N / 2; ++i) {
+            const int of_part = i * 2 / Tile::COLS, col = i / 4 * 8 % Tile::COLS + i % 2;
+            const float first = scale[of_part][0][i / 2 % 2], second = scale[of_part][1][i / 2 % 2];
+            sum[i] += part[i] * (col >= to_second[of_part] ? second : first);
+        }
+    }
+};
 
 // What a tile takes for its Scaling.
 template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Scaling<Addend, kPromotion, false> {
@@ -223,27 +252,53 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
     static __device__ void multiply(typename Tile::Accumulators& sum, const ScaledParams& params, const Work& work,
                                     int first_block, RingPosition<Tile::STAGES>& slot, int k_blocks,
                                     const Exchange<Tile>& exchange, const Consumer& self) {
-        static_assert(!Tile::kPingPong, "the consumers overlap without turns");
+        static_assert(!Tile::kPingPong, "the consumers share a tile");
         if constexpr (kPromotion == kPromoted) {
-            multiply_promoted<Tile>(sum, slot, k_blocks, exchange, self);
+            multiply_promoted<Tile>(sum, slot, k_blocks, exchange, self, PlainAdder<Tile>{self});
         } else {
-            multiply_scaled<Tile, kPromotion == kColumnScaled>(sum, BlockScales(params, work.batch), work,
-                                                               params.shape.epilogue.cols, slot, k_blocks, exchange,
-                                                               self);
+            const BlockScales scales(params, work.batch);
+            constexpr bool kBranches = kPromotion == kBlockScaled && Tile::PARTS == 1;
+            multiply_from<Tile, 0, kBranches ? kScaleBlock : 0>(sum, scales, work, params.shape.epilogue.cols, slot,
+                                                                k_blocks, exchange, self);
         }
     }
 
-    // Lanes of the producer that load scales, and arrivals of a consumer that let a stage go.
-    static constexpr bool kStaged = kPromotion >= kBlockScaled;
-    static constexpr int LOADERS = kStaged ? kWarpSize : 0, RELEASES = kStaged ? 4 : 1;
+    // For a tile that begins LOW to HIGH columns behind the beginning of a block.
+    template <class Tile, int LOW, int HIGH>
+    static __device__ void multiply_from(typename Tile::Accumulators& sum, const BlockScales& scales, const Work& work,
+                                         int cols, RingPosition<Tile::STAGES>& slot, int k_blocks,
+                                         const Exchange<Tile>& exchange, const Consumer& self) {
+        constexpr int MIDDLE = (LOW + HIGH) / 2;
+        if constexpr (HIGH - LOW <= StagedScales<Tile, kPromotion == kColumnScaled>::STEP) {
+            using Adder = ScaledAdder<Tile, kPromotion == kColumnScaled, LOW>;
+            multiply_promoted<Tile>(sum, slot, k_blocks, exchange, self, Adder(scales, work, cols, exchange, self));
+        } else if (work.n % kScaleBlock < MIDDLE) {
+            multiply_from<Tile, LOW, MIDDLE>(sum, scales, work, cols, slot, k_blocks, exchange, self);
+        } else {
+            multiply_from<Tile, MIDDLE, HIGH>(sum, scales, work, cols, slot, k_blocks, exchange, self);
+        }
+    }
+
+    // Arrivals of the warp that brings a stage's scales, and those of a consumer that let the stage go.
+    static constexpr bool kStaged = kPromotion >= kBlockScaled, kLagging = kPromotion == kBlockScaled;
+    static constexpr int LOADERS = kLagging ? 1 : kStaged ? kWarpSize : 0, RELEASES = kStaged ? 4 : 1;
     static constexpr __device__ int stage_bytes(int block_m, int block_n) {
         return kStaged ? (block_m + (kPromotion == kColumnScaled ? block_n : 4)) * 4 : 0;
     }
+    // The arrivals of 32 lanes take as long as all that a consumer reads of the scales of blocks. So one lane arrives for
+    // all, a stage later, when their copies are there. Where every column has a scale, they let a stage go too late for
+    // that.
     template <class Tile>
     static __device__ void load(const ScaledParams& params, const Schedule<Tile>& schedule,
                                 const Exchange<Tile>& exchange) {
         const int lane = threadIdx.x % kWarpSize;
-        RingPosition<Tile::STAGES> slot;
+        RingPosition<Tile::STAGES> slot, last;
+        bool pending = false;
+        auto arrive = [&] {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(exchange.barriers.full(last.stage));
+            last.advance();
+        };
 #pragma unroll 1
         for (int index = schedule.first; index < schedule.count; index += schedule.step) {
             const Work work = schedule.at(index);
@@ -251,31 +306,48 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
 #pragma unroll 1
             for (int block = 0; block < schedule.k_blocks; ++block) {
                 barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
-                loader.load({exchange, slot.stage}, exchange.barriers.full(slot.stage));
+                loader.load({exchange, slot.stage});
+                if constexpr (kLagging) {
+                    cp_async_commit();
+                    if (pending) {
+                        cp_async_wait<1>();
+                        arrive();
+                    }
+                    pending = true;
+                } else {
+                    barrier_arrive_after_copies(exchange.barriers.full(slot.stage));
+                }
                 slot.advance();
             }
         }
+        if (pending) {
+            cp_async_wait<0>();
+            arrive();
+        }
     }
 
-    // The scales of a thread's rows and columns, which meet its accumulators on their way out.
+    // The scales of a thread's rows and columns, which meet its accumulators on their way out. Like the bias they are
+    // loaded before the main loop, which hides it.
     template <class Tile> struct Factors {
         struct Columns {
             float of[2];
         };
+        float alpha;  // that is left for what comes after
         float row[Tile::ATOMS_M][2];
         ColumnScales<Tile::PARTS, Tile::SHARE> held;
         int lane;
 
-        __device__ Factors(const ScaledParams& params, const Work& work, const Consumer& self) : lane(self.lane()) {
+        __device__ Factors(const ScaledParams& params, const Work& work, int n, const Consumer& self, float alpha_)
+            : alpha(kVectors ? 1 : alpha_), lane(self.lane()) {
             if constexpr (kVectors) {
                 const BlockScales scales(params, work.batch);
                 const int m = work.m + self.row + self.warp_row() + lane / 4;
 #pragma unroll
                 for (int i = 0; i < Tile::ATOMS_M * 2; ++i) {
                     const float* from = scales.of_row(m + i / 2 * 64 + i % 2 * 8, 0);
-                    row[i / 2][i % 2] = scales.a == nullptr ? 1 : *from;
+                    row[i / 2][i % 2] = scales.a == nullptr ? alpha_ : *from * alpha_;
                 }
-                held.load(scales, work.n, params.shape.epilogue.cols, lane);
+                held.load(scales, n, params.shape.epilogue.cols, lane);
             }
         }
         __device__ Columns columns(int part, int col) const {

@@ -72,10 +72,12 @@ struct NoScaling {
     }
     static __device__ float factor(const GemmParams& params) { return float(params.call.alpha.read()); }
 
-    // What a thread's accumulators are multiplied with on their way out: nothing.
+    // What a thread's accumulators are multiplied with on their way out, before alpha: nothing.
     template <class Tile> struct Factors {
         struct Columns {};
-        __device__ Factors(const GemmParams&, const struct Work&, const struct Consumer&) {}
+        float alpha;
+        __device__ Factors(const GemmParams&, const struct Work&, int, const struct Consumer&, float alpha_)
+            : alpha(alpha_) {}
         __device__ Columns columns(int, int) const { return {}; }
         template <class V> __device__ V times(V value, int, int, Columns, int) const { return value; }
     };
