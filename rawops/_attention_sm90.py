@@ -33,7 +33,7 @@ _SHORT, _LONG = 1024, 4096  # keys
 _KEYS = {64: 128, 96: 176, 128: 128, 192: 112, 256: 80}  # of a block, by the wider head
 _KEYS_SCORED = {64: 128, 96: 128, 128: 112, 192: 96, 256: 64}
 _KEYS_8BIT = {64: 128, 96: 192, 128: 192, 192: 128, 256: 96}
-_TASK_BYTES = 68  # of an AttentionTask
+TASK_BYTES = 68  # of an AttentionTask
 _ROOM_BYTES = 226 << 10  # of shared memory for operands
 _L2_BYTES = 32 << 20  # of keys and values that stay in the L2 while a section of heads is at work
 
@@ -156,7 +156,7 @@ class Config:
         more = self.block_n * self.head_dim * self.itemsize  # a stage of keys more, where it has room
         if self.itemsize == 2 and places * queries + rings + more <= _ROOM_BYTES:
             rings, barriers = rings + more, barriers + 16
-        return places * queries + rings + barriers + 3 * (16 + _TASK_BYTES)
+        return places * queries + rings + barriers + 3 * (16 + TASK_BYTES)
 
 
 def select_config(problem: Problem, sm_count: int, num_splits: int | None = None) -> Config:

@@ -18,7 +18,6 @@ from rawops._runtime.tensormap import TensorMap
 
 _GROUP = 8  # rows that are copied together: the swizzle repeats after as many
 _ROWS = 64  # of a consumer
-_TASK_BYTES = 3 * (60 + 16)  # AttentionTasks, and their barriers
 ZEROS, DONE = 4, 4  # int32 that are 0 between launches, and where in bytes those begin that tell another launch the end
 _TASKS = 16  # tiles an SM, some of them empty, up to which a long sequence has blocks for all of its tiles
 
@@ -155,7 +154,7 @@ def tiles_of(problem: attention.Problem, choice: Choice) -> int:
 def _shared_bytes(config: contiguous.Config) -> int:
     """A tile of q, rings of k and v, barriers, and what the producer tells the others."""
     rows = config.block_m + 2 * config.stages * config.block_n
-    return 2 * rows * config.head_dim + 16 * (2 * config.stages + config.consumers) + _TASK_BYTES
+    return 2 * rows * config.head_dim + 16 * (2 * config.stages + config.consumers) + 3 * (16 + contiguous.TASK_BYTES)
 
 
 def _prefix_kernel(device, dtype: str, config: contiguous.Config) -> Function:
