@@ -161,10 +161,12 @@ def tiles_of(head_dim: int, head_dim_v: int, score: int = 0, uneven: bool = Fals
     and so does finding rows that are `uneven`: of packed heads, in pages, or not on 16-byte boundaries. Two blocks
     of four warps on an SM have one warp's softmax run beside another one's products.
     """
-    wide = max(head_dim, head_dim_v)
-    if head_dim_v > 128 or score & DROPS:
+    wide, plain = max(head_dim, head_dim_v), score == 0 and not uneven
+    if head_dim_v > 128 and plain:
+        large = [(64, 96 if wide == 192 else 80)]
+    elif head_dim_v > 128 or score & DROPS:
         large = []
-    elif score == 0 and not uneven:
+    elif plain:
         large = [(128, 128)] if wide == 64 else []
         large += [(128, 64), (128, 32)]  # the last for shared memory that holds but one of the others
     else:
@@ -271,7 +273,7 @@ def _fitting(tiles: list[Tile], rows: int, keys: int, max_shared_bytes: int) -> 
     """Return the tile with most keys that gives an SM eight warps and whose last block of keys is no waste."""
     tiles = [t for t in tiles if t.block_m == rows and t.shared_bytes <= max_shared_bytes]
     busy = [t for t in tiles if t.blocks_per_sm(max_shared_bytes) * t.warps >= 8] or tiles
-    filled = (t for t in busy if 8 * (-keys % t.block_n) <= keys)
+    filled = (t for t in busy if 16 * (-keys % t.block_n) <= keys)
     return next(filled, min(busy, key=lambda t: -keys % t.block_n, default=None))
 
 
