@@ -1,9 +1,9 @@
 // Flash attention on Hopper, a block's whole run.
 //
-//   warpgroup 0, a thread     TMA: k --> a ring of stages
+//   warpgroup 0, a thread     TMA: k, and v unless a warp does --> rings of stages
 //                a thread     plans what comes next; TMA: q --> its tile
 //                a warp       TMA: a tile's results --> out, where they have room in shared memory
-//                a warp       TMA: v --> a ring of stages, and a search there for what is not finite
+//                a warp       with steps that are short: TMA: v --> a ring, and a search there for what is not finite
 //   the other warpgroups      wgmma: S = q @ k^T, softmax in registers, O += P @ v, O / l --> q's place or out; 64 rows each
 //
 // A consumer issues S of the next keys before O += P @ v of these, so that its softmax runs beside the latter; S of the

@@ -74,7 +74,7 @@ template <> struct AttentionAtom<__nv_fp8_e4m3> {
 
 // Transposes 16 columns of all keys, 32 keys at a time. Where those lie differs by constants.
 template <class Tile> __device__ inline void transpose_columns(uint32_t to, uint32_t from, int cols, int lane) {
-    constexpr int PARTS = Tile::BLOCK_N / 32, GROUP = PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
+    constexpr int PARTS = Tile::BLOCK_N / 32, GROUP = PARTS % 6 == 0 ? 6 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
     const int box = cols / Tile::BOX_V, chunk = cols % Tile::BOX_V / 16;
     from += box * Tile::BLOCK_N * Tile::SPAN_V + swizzled_offset<Tile::SPAN_V>(lane, chunk);
     const int col = cols + lane % 8 * 2 + lane / 8 % 2;

@@ -11,8 +11,8 @@ struct NoScales {
     __device__ void set(AttentionTask&, const AttentionParams&) const {}
 };
 
-// The producer: a thread that keeps the ring of keys full, a warp that does so with the values and searches them, and a
-// thread that plans the tiles.
+// The producer: a thread that keeps the ring of keys full, a warp that does so with the values and searches them, or the
+// same thread, and a thread that plans the tiles.
 template <class Tile> class AttentionProducer {
 public:
     static constexpr int THREADS = Tile::kSearches ? kWarpGroupSize : kWarpSize + 1;  // that run it
@@ -31,8 +31,10 @@ public:
     }
 
 protected:
-    // Says what comes next, well ahead, since its divisions and what it asks of global memory take long. Fetches the
-    // queries, too, if those of two tiles have places.
+    static constexpr bool kPlannerLoads = !Tile::kPaged && !Tile::kBytes;  // queries
+
+    // Says what comes next, well ahead, since its divisions and what it asks of global memory take long, and fetches its
+    // queries when they have a place.
     template <class Scales> __device__ void plan(const AttentionSchedule<false>& schedule, const Scales& scales) {
         RingPosition<Tile::PLACES> slot;
         const AttentionCall& call = params.call;
@@ -51,7 +53,7 @@ protected:
                 scales.set(work, params);
                 exchange.work.put(slot);
                 await_launch_before();  // which may write the queries, and use the counter of tiles
-                if (Tile::Q_SLOTS > 1 && work.has_keys()) load_q(work);
+                if (kPlannerLoads && work.has_keys()) load_q(work);
             }
             await_launch_before();
         }
@@ -92,7 +94,7 @@ protected:
             if (!Tile::kSearches) load_values(work, block);
         };
         load_k(blocks.end - 1);
-        if (Tile::Q_SLOTS == 1) load_q(work);
+        if (!kPlannerLoads) load_q(work);
 #pragma unroll 1
         for (int block = blocks.end - 1; block > blocks.first; --block) {
             load_k(block - 1);

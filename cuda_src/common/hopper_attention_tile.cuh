@@ -54,7 +54,8 @@ struct HopperAttention {
     static constexpr int K_AT = Q_SLOTS * CONSUMERS * Q_BYTES, V_AT = K_AT + K_STAGES * K_BYTES;
     static constexpr int RAW_AT = V_AT + STAGES * V_BYTES;  // values before they are transposed
     static constexpr int BARRIERS_AT = RAW_AT + kBytes * STAGES * V_BYTES;
-    static constexpr bool kSearches = !kPaged && !kBytes;  // values have a warp of their own: bring_values
+    // Values have a warp of their own (bring_values). With three consumers or wider rows that is slower without a mask.
+    static constexpr bool kSearches = !kPaged && !kBytes && CONSUMERS == 2 && DV <= 128;
     static constexpr int WORK_AT = BARRIERS_AT + RingBarriers<K_STAGES>::BYTES +
                                    (1 + kBytes + kSearches) * RingBarriers<STAGES>::BYTES +
                                    (1 + kStages) * RingBarriers<Q_SLOTS * CONSUMERS>::BYTES +
