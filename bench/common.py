@@ -75,6 +75,7 @@ def main(
     rows = []
     for case in cases(options.quick):
         rows.append(measure(case))
+        print(_progress(rows[-1]), file=sys.stderr, flush=True)
         if options.json:
             show(op, [{**rows[-1], **machine}], as_json=True)
     if not options.json:
@@ -104,6 +105,12 @@ def measure(case: Case) -> dict[str, object]:
         **case.extra,
         "right": right,
     }
+
+
+def _progress(row: dict[str, object]) -> str:
+    """A line for those who wait for the table."""
+    rivals = (f"{name} {value:.2f}" for name, value in row.items() if name.startswith("x ") and value is not None)
+    return f"{row['shape']} {row['dtype']}: " + ", ".join([f"{row['us']:.2f} us", *rivals])
 
 
 def _loops(case: Case) -> dict[str, object]:

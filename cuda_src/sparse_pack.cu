@@ -199,7 +199,7 @@ struct PackFill {
     const void* data;
     const int* indices;
     const void* bounds;
-    int64_t stride;
+    int64_t stride, nnz;
     const Place* places;  // of slices
     const int* slots;     // as pack_windows leaves them
     const Piece* pieces;
@@ -210,8 +210,68 @@ struct PackFill {
     int rows, slices_per_block, slices, piece_count, width, lanes, piece;
 };
 
+constexpr int kQuad = 4;
+
 // Entries of a lane that are on their way.
 template <bool kBased> constexpr int kFillAhead = kBased ? 2 : 4;
+
+// Four from `at` on, a multiple of four; none past `count`.
+template <class T>
+__device__ inline void load_quad(T (&quad)[kQuad], const T* __restrict__ from, int64_t at, int64_t count) {
+    if (at + kQuad <= count) {
+        const Vector<T, kQuad> found = *reinterpret_cast<const Vector<T, kQuad>*>(from + at);
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) quad[i] = found.data[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) quad[i] = at + i < count ? from[at + i] : T{};
+    }
+}
+
+// Four of the eight from `shift`, 0 to 3, on.
+template <class T>
+__device__ inline void take_quad(T (&taken)[kQuad], const T (&first)[kQuad], const T (&second)[kQuad], int shift) {
+    T all[2 * kQuad];
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) all[i] = first[i], all[kQuad + i] = second[i];
+#pragma unroll
+    for (int i = 0; i < kQuad + 1; ++i) all[i] = shift & 2 ? all[i + 2] : all[i];
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) taken[i] = shift & 1 ? all[i + 1] : all[i];
+}
+
+// A lane's entries from `entry` on in a row of its own, four at a time: neighbouring lanes read places that lie apart, so
+// each load costs the L1 as many cycles as there are lanes.
+template <class V> struct LaneReader {
+    const V* data;
+    const int* indices;
+    int64_t at, stop, count;
+    int shift;
+    V values[kQuad] = {};
+    int places[kQuad] = {};
+
+    __device__ LaneReader(const V* data, const int* indices, int64_t entry, int64_t stop, int64_t count)
+        : data(data), indices(indices), at(entry & ~int64_t(kQuad - 1)), stop(stop), count(count), shift(int(entry - at)) {
+        load(values, places);
+    }
+
+    __device__ void load(V (&v)[kQuad], int (&p)[kQuad]) const {
+        if (at >= stop) return;
+        load_quad(v, data, at, count);
+        load_quad(p, indices, at, count);
+    }
+
+    __device__ void next(V (&value)[kQuad], int (&place)[kQuad]) {
+        V v[kQuad] = {};
+        int p[kQuad] = {};
+        at += kQuad;
+        load(v, p);
+        take_quad(value, values, v, shift);
+        take_quad(place, places, p, shift);
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) values[i] = v[i], places[i] = p[i];
+    }
+};
 
 // A warp for each slice or piece. C: uint16_t or int; kBased: columns count from the lowest of 32.
 template <class V, class P, class C, bool kSorted, bool kBased>
@@ -247,33 +307,50 @@ __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFil
     }
     V* packed = static_cast<V*>(fill.packed);
     C* columns = static_cast<C*>(fill.columns);
-    constexpr int AHEAD = kFillAhead<kBased>;
     bool fails = false;
-    for (int k = 0; k < place.depth; k += AHEAD) {
-        V value[AHEAD];
-        int column[AHEAD];
-        bool is_there[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i, entry += step) {
-            is_there[i] = entry < stop && k + i < place.depth;
-            value[i] = is_there[i] ? data[entry] : V{};
-            column[i] = is_there[i] ? fill.indices[entry] - first_column : 0x7FFFFFFF;
+    const auto write = [&](int k, V value, int column, bool is_there) {
+        const int64_t at = (int64_t(place.start) + k) * kWarpSize + lane;
+        packed[at] = value;
+        if constexpr (kBased) {
+            const int base = __reduce_min_sync(~0u, column);
+            if (lane == 0) fill.bases[place.start + k] = base;
+            column = is_there ? column - base : 0xFFFF;
+            fails |= is_there && column >= 0xFFFF;
+        } else if (!is_there) {
+            column = fill.width > 0 ? fill.width : -1;
         }
+        columns[at] = C(column);
+    };
+    if (sizeof(V) <= 8 && step == 1 && fill.lanes == 1) {  // a slice
+        LaneReader<V> reader(data, fill.indices, entry, stop, fill.nnz);
+        for (int k = 0; k < place.depth; k += kQuad, entry += kQuad) {
+            V value[kQuad];
+            int column[kQuad];
+            reader.next(value, column);
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            if (k + i >= place.depth) break;
-            const int64_t at = (int64_t(place.start) + k + i) * kWarpSize + lane;
-            packed[at] = value[i];
-            if constexpr (kBased) {
-                int base = column[i];
-                for (int mask = 16; mask > 0; mask /= 2) base = min_of(base, __shfl_xor_sync(~0u, base, mask));
-                if (lane == 0) fill.bases[place.start + k + i] = base;
-                column[i] = is_there[i] ? column[i] - base : 0xFFFF;
-                fails |= is_there[i] && column[i] >= 0xFFFF;
-            } else if (!is_there[i]) {
-                column[i] = fill.width > 0 ? fill.width : -1;
+            for (int i = 0; i < kQuad; ++i) {
+                if (k + i >= place.depth) break;
+                const bool is_there = entry + i < stop;
+                write(k + i, is_there ? value[i] : V{}, is_there ? column[i] - first_column : 0x7FFFFFFF, is_there);
             }
-            columns[at] = C(column[i]);
+        }
+    } else {
+        constexpr int AHEAD = kFillAhead<kBased>;
+        for (int k = 0; k < place.depth; k += AHEAD) {
+            V value[AHEAD];
+            int column[AHEAD];
+            bool is_there[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i, entry += step) {
+                is_there[i] = entry < stop && k + i < place.depth;
+                value[i] = is_there[i] ? data[entry] : V{};
+                column[i] = is_there[i] ? fill.indices[entry] - first_column : 0x7FFFFFFF;
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                if (k + i >= place.depth) break;
+                write(k + i, value[i], column[i], is_there[i]);
+            }
         }
     }
     if (fails && fill.failed != nullptr) *fill.failed = 1;

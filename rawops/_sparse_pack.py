@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import numpy as np
 
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
-from rawops._sparse_formats import Rows, module_of
+from rawops._sparse_formats import Rows
 from rawops._sparse_measure import LENGTHS
+from rawops._sparse_memory import answers, kernel, spaces
 from rawops._sparse_profile import Choice, Profile
 
 PACKABLE = ("float32", "float64", "complex64", "complex128")  # 16 bits are too few to add up blocks in
@@ -20,12 +18,11 @@ _POINTERS = ("int32", "int64")
 _WINDOW, _AT_ONCE, _DEPTH_BITS = 1024, 2, 31
 _SPARE = 1.25  # times the entries that there are: what a packed copy may be allocated for without a look at its size
 _SLICE_WORK, _PIECE_WORK = 8, 4  # what a slice and a piece cost beside their entries, in entries of a lane
-_INT32 = np.dtype(np.int32)
 
 FILL = ParamStruct(
     "PackFill",
     **dict.fromkeys(("data", "indices", "bounds"), "pointer"),
-    stride="int64",
+    **dict.fromkeys(("stride", "nnz"), "int64"),
     **dict.fromkeys(("places", "slots", "pieces", "packed", "columns", "bases", "failed"), "pointer"),
     **dict.fromkeys(("rows", "slices_per_block", "slices", "piece_count", "width", "lanes", "piece"), "int32"),
 )
@@ -88,8 +85,11 @@ class Packed:
         Pieces of each block of columns.
     per_block : int
         Slices of a block of columns.
-    data, columns, places, bases, slots, pieces : array
-        As in spmv_packed.cu; `slots` are rows, or masks of those that are present where rows are not sorted.
+    cut : int
+        Pieces whose rows may have others.
+    data, columns, places, bases, slots, pieces, sums, tickets : int
+        Addresses of what spmv_packed.cu reads; `slots` are rows, or masks of those that are present where rows are not
+        sorted.
     """
 
     def __init__(self, device, rows: Rows, choice: Choice, found: Profile) -> None:
@@ -100,92 +100,113 @@ class Packed:
         even = -(-cols // (4 * self.blocks)) * 4  # columns of a block, all of one size
         self.width = even if choice.width else 0
         self._pointer = dtypes.name(rows.indptr.dtype)
-        self._bounds, self._stride = rows.indptr, 1
+        self._sources = device.pointer(rows.data), device.pointer(rows.indices), device.pointer(rows.indptr)
+        self._bounds, self._stride, self._bounds_kept = self._sources[2], 1, []
         if self.blocks > 1:
-            self._bounds, self._stride = self._find_bounds(), count
+            self._find_bounds()
         self.per_block = -(-count // (32 // self.lanes))
         self.slice_count = self.blocks * self.per_block
         self._lay_out(choice.longest, found)
         self._fill(choice.is_wide, found)
 
-    def _launch(self, spec: KernelSpec, grid: tuple, threads: int, values: tuple, **choices) -> None:
-        values = tuple(self.device.pointer(v) if v is None or hasattr(v, "dtype") else v for v in values)
-        spec.kernel(self.device, pointer=self._pointer, **choices).launch(grid, (threads, 1, 1), values)
-
-    def _find_bounds(self):
-        rows, count = self.source, self.source.shape[0]
-        bounds = self.device.empty(((self.blocks + 1) * count,), rows.indptr.dtype)
-        values = rows.indices, rows.indptr, bounds, count, self.blocks, self.width
-        self._launch(BOUNDS, (-(-bounds.size // 256), 1, 1), 256, values)
-        return bounds
+    def _find_bounds(self) -> None:
+        count, self._stride = self.source.shape[0], self.source.shape[0]
+        size = (self.blocks + 1) * count
+        self._bounds_kept, (self._bounds,) = spaces(self.device, size * self.source.indptr.itemsize)
+        values = *self._sources[1:], self._bounds, count, self.blocks, self.width
+        kernel(self.device, BOUNDS, self._pointer).launch((-(-size // 256), 1, 1), (256, 1, 1), values)
 
     def _lay_out(self, longest: int, found: Profile) -> None:
         """Sort rows, cut long ones and find where slices and pieces are. It synchronises unless the size is clear."""
-        empty, count, blocks = self.device.empty, self.source.shape[0], self.blocks
+        device, count, blocks = self.device, self.source.shape[0], self.blocks
         has_long = found.max > longest
-        ends, starts = (empty((blocks * count,), _INT32) if has_long else None for _ in range(2))
-        self.slots = empty((self.slice_count * (32 // self.lanes if self.is_sorted else 1),), _INT32)
-        self.places = empty((self.slice_count * 2,), _INT32)
         groups = -(-count // (_WINDOW * (1 if self.is_sorted else _AT_ONCE)))
-        state = module_of(self.slots).zeros(blocks + blocks * groups + 1, np.int64)  # totals, words and turns
-        pointer = self.device.pointer(state)
+        slots = self.slice_count * (32 // self.lanes if self.is_sorted else 1)
+        # What each group leaves for those behind it, turns, and totals that nobody waits for.
+        sizes = 8 * (blocks * groups + 2), 4 * slots, 8 * self.slice_count
+        self._laid_out, (words, self.slots, self.places) = spaces(device, *sizes, zeros=1)
+        _kept, (ends, starts) = spaces(device, *[4 * blocks * count] * 2) if has_long else ([], (0, 0))
+        turns = words + 8 * blocks * groups
         values = self._bounds, self._stride, count, groups, longest, self.lanes, PIECE, self.places, self.slots
-        state_values = pointer, pointer + 8 * blocks, pointer + 8 * (blocks + blocks * groups)
-        grid, kinds = (blocks * groups, 1, 1), {"sorted": self.is_sorted, "cuts": has_long}
-        self._launch(WINDOWS, grid, _WINDOW, (*values, ends, starts, *state_values), **kinds)
+        windows = kernel(device, WINDOWS, self._pointer, self.is_sorted, has_long)
+        grid, threads = (blocks * groups, 1, 1), (_WINDOW, 1, 1)
         self.piece_count, self.block_pieces, self.work = 0, [0] * blocks, []
-        self.pieces = empty((0,), _INT32)
-        # Slices of neighbours, which sorting and cutting in `lanes` make no longer but for rounding up.
-        self._depth = math.ceil(found.padding * found.nnz / 32) + (self.lanes - 1) * -(-count // 32)
-        if blocks == 1 and found.max <= min(longest, LENGTHS - 2) and 32 * self._depth <= _SPARE * found.nnz:
-            return
-        totals = state[:blocks].tolist()
-        depths = _differences([total % 2**_DEPTH_BITS for total in totals])
-        self._depth, self.block_pieces = sum(depths), _differences([total >> _DEPTH_BITS for total in totals])
-        costs = zip(depths, self.block_pieces, strict=True)
-        self.work = [d + _SLICE_WORK * self.per_block + _PIECE_WORK * p for d, p in costs]
-        self.piece_count = sum(self.block_pieces)
+        self._depth = self._most_depth(longest, found)
+        if 0 <= 32 * self._depth <= _SPARE * found.nnz:
+            windows.launch(grid, threads, (*values, ends, starts, turns + 8, words, turns))
+        else:
+            with answers(device) as answer:
+                windows.launch(grid, threads, (*values, ends, starts, answer.address(blocks), words, turns))
+                totals = answer.wait(blocks)
+            depths = _differences([total % 2**_DEPTH_BITS for total in totals])
+            self._depth, self.block_pieces = sum(depths), _differences([total >> _DEPTH_BITS for total in totals])
+            costs = zip(depths, self.block_pieces, strict=True)
+            self.work = [d + _SLICE_WORK * self.per_block + _PIECE_WORK * p for d, p in costs]
+            self.piece_count = sum(self.block_pieces)
+        self.cut = self.piece_count if found.max > PIECE else 0  # into pieces of 16 bytes, as large as any accumulator
+        sizes = 4 * self.cut, 16 * self.cut, 32 * self.piece_count
+        self._cut_up, (self.tickets, self.sums, self.pieces) = [], (0, 0, 0)
         if self.piece_count:
-            self.pieces = empty((self.piece_count * 8,), _INT32)
+            self._cut_up, (self.tickets, self.sums, self.pieces) = spaces(device, *sizes, zeros=1)
             values = self._bounds, self._stride, count, blocks, PIECE, self.piece_count, ends, starts, self.pieces
-            self._launch(PIECES, (-(-self.piece_count // 256), 1, 1), 256, values)
+            pieces = kernel(device, PIECES, self._pointer)
+            pieces.launch((-(-self.piece_count // 256), 1, 1), (256, 1, 1), values)
+
+    def _most_depth(self, longest: int, found: Profile) -> int:
+        """Return what all slices have at most, in entries of a lane; -1 where the profile does not tell."""
+        if self.blocks > 1 or found.max > longest:
+            return -1
+        rounding = self.slice_count * (self.lanes - 1)  # up to multiples of `lanes`
+        if self.is_sorted:  # a slice's longest row is no longer than any of the slice before, but for a window's first
+            windows = -(-self.source.shape[0] // _WINDOW)
+            return -(-found.nnz // 32) + -(-(windows * found.max + rounding) // self.lanes)
+        if found.max > LENGTHS - 2:
+            return -1
+        return math.ceil(found.padding * found.nnz / 32) + -(-rounding // self.lanes)
 
     def _fill(self, is_wide: bool, found: Profile) -> None:
-        empty, entries = self.device.empty, self._depth * 32
-        self.data = empty((entries,), self.source.data.dtype)
         self.kind = "shared" if self.width else "far" if is_wide else "near"
         if self.kind != "far":
-            self.bases = empty((0 if self.width else self._depth,), _INT32)
-            self.columns = empty((entries,), np.dtype(np.uint16))
             spread = 2 * found.bandwidth + _WINDOW if found.rises else self.source.shape[1]
             may_fail = self.kind == "near" and min(spread, self.source.shape[1]) >= 2**16
-            failed = module_of(self.data).zeros(1, np.int32) if may_fail else None
-            self.copy(failed)
-            if failed is None or not int(failed[0]):
+            self._allocate(2, 0 if self.width else 4)
+            if not may_fail:
+                self.copy()
                 return
-        self.kind, self.bases = "far", empty((0,), _INT32)
-        self.columns = empty((entries,), _INT32)
+            with answers(self.device) as answer:
+                self.copy(answer.address(1, clear=True))
+                if not answer.wait(1)[0]:
+                    return
+        self.kind = "far"
+        self._allocate(4, 0)
         self.copy()
 
-    def copy(self, failed: Any = None) -> None:
-        """Take the entries of the format, with the values as they are now. `failed` becomes 1 where 16 bits are few."""
-        rows, pointer = self.source, self.device.pointer
+    def _allocate(self, column_bytes: int, base_bytes: int) -> None:
+        entries, value_bytes = self._depth * 32, self.source.data.itemsize
+        sizes = entries * value_bytes, entries * column_bytes, self._depth * base_bytes
+        self._filled, (self.data, self.columns, self.bases) = spaces(self.device, *sizes)
+
+    def copy(self, failed: int = 0) -> None:
+        """Take the entries of the format, with the values as they are now.
+
+        `failed` is the address of what becomes 1 where 16 bits are few.
+        """
+        rows = self.source
         if not self._depth:
             return
-        arrays = self.places, self.slots, self.pieces, self.data, self.columns, self.bases, failed
+        sources = *self._sources[:2], self._bounds, self._stride, rows.nnz
+        addresses = self.places, self.slots, self.pieces, self.data, self.columns, self.bases
         sizes = rows.shape[0], self.per_block, self.slice_count, self.piece_count, self.width, self.lanes, PIECE
-        sources = map(pointer, (rows.data, rows.indices, self._bounds))
-        fill = FILL.pack(*sources, self._stride, *map(pointer, arrays), *sizes)
-        types = {"value": dtypes.name(rows.data.dtype), "sorted": self.is_sorted, "based": self.kind == "near"}
-        types["column"] = "int32" if self.kind == "far" else "rawops::uint16_t"
-        grid = (-(-(self.slice_count + self.piece_count) // 8), 1, 1)
-        self._launch(ENTRIES, grid, 256, (fill,), **types)
+        fill = FILL.pack(*sources, *addresses, failed, *sizes)
+        column = "int32" if self.kind == "far" else "rawops::uint16_t"
+        value = dtypes.name(rows.data.dtype)
+        fills = kernel(self.device, ENTRIES, value, self._pointer, column, self.is_sorted, self.kind == "near")
+        fills.launch((-(-(self.slice_count + self.piece_count) // 8), 1, 1), (256, 1, 1), (fill,))
 
     @property
     def kept(self) -> list:
         """All arrays beside the format's own."""
-        bounds = [self._bounds] if self.blocks > 1 else []
-        return [*bounds, self.data, self.columns, self.places, self.bases, self.slots, self.pieces]
+        return [*self._bounds_kept, *self._laid_out, *self._cut_up, *self._filled]
 
 
 def _differences(ends: list[int]) -> list[int]:

@@ -8,8 +8,9 @@ import numpy as np
 
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
-from rawops._sparse_formats import Rows, module_of
-from rawops._sparse_pack import PACKABLE, PIECE, Packed
+from rawops._sparse_formats import Rows
+from rawops._sparse_memory import uploaded
+from rawops._sparse_pack import PACKABLE, Packed
 from rawops._sparse_profile import Choice, Profile
 from rawops._sparse_spmv import CALL, Packer
 
@@ -72,23 +73,20 @@ class ByPacked:
         self._shares, self._grid = None, self._grid_size()
         if packed.blocks > 1:
             self._shares = self._share_out()
-        cut = packed.piece_count if found.max > PIECE else 0  # into pieces of 16 bytes, as large as any accumulator
-        sums = device.empty((cut,), np.dtype(np.complex128))
-        tickets = module_of(sums).zeros(cut, np.uint32) if cut else None
-        rows_present = (packed.slots, None) if packed.is_sorted else (None, packed.slots)
-        arrays = packed.data, packed.columns, packed.places, packed.bases, *rows_present, packed.pieces
-        self._own = [x for x in (sums, tickets, self._shares) if x is not None]
-        addresses = map(device.pointer, (*arrays, sums, tickets, self._shares))
+        rows_present = (packed.slots, 0) if packed.is_sorted else (0, packed.slots)
+        addresses = packed.data, packed.columns, packed.places, packed.bases, *rows_present, packed.pieces
+        workspace = packed.sums, packed.tickets, device.pointer(self._shares)
         sizes = packed.slice_count, packed.piece_count, packed.width, packed.lanes.bit_length() - 1
-        self._plan = PLAN.pack(*addresses, *sizes)
+        self._plan = PLAN.pack(*addresses, *workspace, *sizes)
         self._parts_at_once = 8 if packed.blocks >= 8 else 1
         combined = -(-rows.shape[0] * self._parts_at_once // _THREADS)
-        self.num_partials = self._grid + cut if packed.blocks == 1 else combined
+        self.num_partials = self._grid + packed.cut if packed.blocks == 1 else combined
         self._pack, self._bound, self._parts = Packer(device, rows), {}, {}
 
     @property
     def kept(self) -> list:
-        return [*self.packed.kept, *self._own, *self._parts.values()]
+        shares = [] if self._shares is None else [self._shares]
+        return [*self.packed.kept, *shares, *self._parts.values()]
 
     def update(self) -> None:
         """Take the values of the format again."""
@@ -111,14 +109,14 @@ class ByPacked:
             ranks[b] += 1
             heapq.heapreplace(loads, (-packed.work[b] / ranks[b], b))
         self._grid = sum(ranks)
-        block = np.repeat(np.arange(packed.blocks), ranks)
-        pieces, first = np.array(packed.block_pieces), np.cumsum([0, *ranks])
-        shares = np.empty((self._grid, 8), np.int32)
-        shares[:, 0], shares[:, 1] = block * packed.width, block * count
-        shares[:, 2], shares[:, 3] = (np.cumsum(pieces) - pieces)[block], pieces[block]
-        shares[:, 4], shares[:, 5] = block * packed.per_block, packed.per_block
-        shares[:, 6], shares[:, 7] = np.arange(self._grid) - first[block], np.array(ranks)[block]
-        return module_of(packed.places).asarray(shares)
+        table, first, piece = [], 0, 0
+        for b, (rank, pieces) in enumerate(zip(ranks, packed.block_pieces, strict=True)):
+            sizes = b * packed.per_block, packed.per_block, first, rank
+            table.append((b * packed.width, b * count, piece, pieces, *sizes))
+            first, piece = first + rank, piece + pieces
+        shares = np.array(table, np.int32).repeat(ranks, axis=0)
+        shares[:, 6] = np.arange(self._grid) - shares[:, 6]
+        return uploaded(self.device, shares)
 
     def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool, early: bool = False) -> None:
         kernel, end, parts, shared_bytes = self._bound.get((x.dtype, conjugate)) or self._bind(x, conjugate)

@@ -6,7 +6,8 @@ import numpy as np
 
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
-from rawops._sparse_formats import Rows, module_of
+from rawops._sparse_formats import Rows
+from rawops._sparse_memory import answers, kernel, zeros
 
 _SMALL = 2**20  # entries of a matrix that so few warps read that none may have much to do
 _TILE, _GROUP = 2048, 4  # as in spmv_stream.cu
@@ -35,23 +36,24 @@ def plan_stream(device, rows: Rows, longest: int, longest_row: int) -> tuple:
 
     A tile may have no rows. It synchronises once. `longest_row` is that of the matrix, or an upper bound.
     """
-    xp, count, pointer = module_of(rows.indptr), rows.shape[0], device.pointer
+    count, pointer = rows.shape[0], device.pointer
     if not count:
-        return xp.zeros((0, 2), np.int64), xp.zeros((0, 4), np.int64)
+        return tuple(device.empty((0, width), np.dtype(np.int64)) for width in (2, 4))
     size = _ROW_WORK * (_TILE - 2 * _GROUP - min(longest, longest_row))
     segment = segment_size(rows)
     long_rows = min(rows.nnz // (longest + 1), count) if longest_row > longest else 0
     most_tiles = (_ROW_WORK * rows.nnz + count) // size + long_rows + 2
     most_segments = rows.nnz // segment + long_rows if long_rows else 0
     blocks = -(-count // _PLAN_ROWS)
-    state = xp.zeros(2 * most_tiles + 2 * blocks + 3, np.int64)  # tiles, totals, words and turns
+    state = zeros(device, 2 * most_tiles + 2 * blocks + 1)  # tiles, words and turns
     segments = device.empty((most_segments, 4), state.dtype)
     tiles = pointer(state)
-    totals = tiles + 16 * most_tiles
+    words = tiles + 16 * most_tiles
     cuts = CUTS.pack(count, longest, _ROW_WORK, segment, size)
-    addresses = tiles, pointer(segments), totals, totals + 16, totals + 16 + 16 * blocks
-    kernel = PLAN.kernel(device, pointer=dtypes.name(rows.indptr.dtype))
-    values = pointer(rows.indptr), cuts, _GROUP, *addresses
-    kernel.launch((blocks, 1, 1), (_PLAN_ROWS, 1, 1), values)
-    tile_count, segment_count = state[2 * most_tiles :][:2].tolist()
+    plans = kernel(device, PLAN, dtypes.name(rows.indptr.dtype))
+    with answers(device) as answer:
+        addresses = tiles, pointer(segments), answer.address(2), words, words + 16 * blocks
+        values = pointer(rows.indptr), cuts, _GROUP, *addresses
+        plans.launch((blocks, 1, 1), (_PLAN_ROWS, 1, 1), values)
+        tile_count, segment_count = answer.wait(2)
     return state[: 2 * tile_count].reshape(-1, 2), segments[:segment_count]

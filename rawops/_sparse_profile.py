@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rawops._sparse_formats import Rows
 from rawops._sparse_measure import measure
@@ -13,8 +13,7 @@ _BLOCK_MEAN = 12  # entries of a row in a block of columns that pay for adding u
 _SMALL = 2**20  # entries of a matrix that the launch and its tail cost more than
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(NamedTuple):
     """The rows of a matrix (of its transpose, for the other direction).
 
     Attributes
@@ -64,18 +63,15 @@ def profile(device, rows: Rows, is_kept: bool = True) -> Profile:
     if count == 0 or nnz == 0:
         return Profile(count, cols, 0, 0.0, 0, 0, 0, 0.0, count, math.nan, rises=True)
     found = rows.measured or measure(device, rows.indices, rows.indptr, cols)
-    rows.measured = None  # with what it keeps on the device
-    places = min(count * 95 // 100, count - 1), min(count * 99 // 100, count - 1)
     variance = (count * found.squares - nnz * nnz) / count**2
     scatter = found.jumps / (nnz - 1) if is_kept and nnz > 1 else math.nan
     return Profile(
-        count, cols, nnz, nnz / count, *found.quantiles(places), found.longest, math.sqrt(variance) * count / nnz,
+        count, cols, nnz, nnz / count, found.p95, found.p99, found.longest, math.sqrt(variance) * count / nnz,
         found.empty, scatter, found.bandwidth, found.padding, is_kept and found.falls == found.row_falls,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A kernel for one direction, with its parameters and the reason.
 
     Attributes
@@ -112,8 +108,7 @@ class Choice:
         return f"{self.kernel}, {self.lanes} threads a row{split}{blocks}: {self.why}"
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """What a device and a type of values allow: columns whose x fits in shared memory, as the only block of columns or
     as one of several, and whether a packed copy may be made at all.
     """
@@ -189,7 +184,7 @@ def candidates(found: Profile, limits: Limits) -> list[Choice]:
         blocks = 1 if found.cols <= limits.columns else -(-found.cols // limits.block_columns)
         if (found.rises or blocks == 1) and found.mean >= 8 * blocks:
             others.append(_blocked(found.mean / blocks, found.cols if blocks == 1 else limits.block_columns, ""))
-    return [first, *(choice for choice in others if replace(choice, why=first.why) != first)]
+    return [first, *(choice for choice in others if choice._replace(why=first.why) != first)]
 
 
 def choose_scatter(found: Profile) -> Choice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 from rawops import _sparse_formats as formats
@@ -20,7 +19,7 @@ from rawops.errors import UnsupportedError
 
 _RESERVE = 0.8  # share of the free memory that "auto" lets the second format and its construction take
 _BLOCK_COLUMNS = 28_928  # of several blocks, also where more would fit into shared memory
-_ALWAYS = 2**26  # bytes that no device is asked for whether it has them
+_ALWAYS = 2**28  # bytes that no device is asked for whether it has them
 _ONE, _ZERO = (1.0, 0.0, 0), (0.0, 0.0, 0)  # factors as the kernels take them
 _PRODUCTS = {"rows": ByRows, "stream": ByStream, "packed": ByPacked, "scatter": Scattered}
 
@@ -107,7 +106,7 @@ class Store:
                 run = functools.partial(self.products[way].run, x, y, _ONE, _ZERO, None, False)
                 times[choice] = _elapsed(self.device, run)
             best = min(times, key=times.get)
-            self.use(way, replace(best, why=f"fastest of {len(times)}, {times[best]:.3g} ms"))
+            self.use(way, best._replace(why=f"fastest of {len(times)}, {times[best]:.3g} ms"))
 
 
 def check_dual(function: str, dual) -> None:

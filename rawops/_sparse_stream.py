@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from rawops._runtime.kernel import KernelSpec, ParamStruct
-from rawops._sparse_formats import Rows, module_of
+from rawops._sparse_formats import Rows
+from rawops._sparse_memory import spaces
 from rawops._sparse_plan import plan_stream, segment_size
 from rawops._sparse_profile import Choice, Profile
 from rawops._sparse_spmv import CALL, TYPES, Packer, smoke, types_of
@@ -60,9 +59,9 @@ class ByStream:
         # Only where a row may be cut: 16 bytes a segment, as large as any accumulator.
         cut = count if found.max > segment_size(rows) else 0
         self.num_partials = self._blocks + cut
-        sums = device.empty((cut,), np.dtype(np.complex128))
-        self.kept: list[Any] = [self.tiles, self.segments, sums, module_of(sums).zeros(cut, np.uint32)]
-        self._plan = PLAN.pack(*map(device.pointer, self.kept), *sizes)
+        workspace, (tickets, sums) = spaces(device, 4 * cut, 16 * cut, zeros=1) if cut else ([], (0, 0))
+        self.kept: list[Any] = [self.tiles, self.segments, *workspace]
+        self._plan = PLAN.pack(device.pointer(self.tiles), device.pointer(self.segments), sums, tickets, *sizes)
         self._pack, self._kernels = Packer(device, rows), {}
 
     def run(self, x, y, alpha: tuple, beta: tuple, partials, conjugate: bool, early: bool = False) -> None:

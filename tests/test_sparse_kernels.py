@@ -231,6 +231,27 @@ def test_percentiles_and_padding_beside_long_rows(device, rng, long):
     assert found.padding == (padded / short.sum())
 
 
+@pytest.mark.parametrize("longest", [1023, 1024, 66_000])
+def test_percentiles_of_long_rows(device, rng, longest):
+    """Most rows are not in the histogram: their lengths have up to three digits of eight bits, many are the same."""
+    lengths = np.repeat([3, 1023, 1024, 1279, longest], [3, 30, 40, 26, 1])
+    made = Coordinates(rng, (100, 9), rng.permutation(lengths))
+    found, ordered = made.put(device, dual=False).profile, np.sort(np.diff(made.indptr))
+    assert (found.p95, found.p99, found.max) == (ordered[95], ordered[99], ordered[-1])
+
+
+def test_profiles_one_after_another(device, rng):
+    """What a launch counts in is left as it was found, also by row pointers that are wrong."""
+    mades = [Coordinates(rng, (rows, 9), rng.integers(0, 1100, rows)) for rows in (5, 70, 2)]
+    profiles = [made.put(device, dual=False).profile for made in mades]
+    wrong = np.array([0, 9000, 3, 9000, 1, 9000], np.int32)
+    with pytest.raises(ValueError, match="with a fall"):
+        SparseMatrix.from_csr(*map(device.put, (np.ones(9000, np.float32), np.zeros(9000, np.int32), wrong)), (5, 1))
+    for made, found in zip(mades, profiles, strict=True):
+        assert made.put(device, dual=False).profile == found
+        assert (found.nnz, found.max) == (made.data.size, np.diff(made.indptr).max())
+
+
 @pytest.mark.parametrize("cols", [1, 40, 70_000])
 def test_second_format(device, rng, cols):
     """A stable sort by column, in one to three passes: unsorted rows, duplicates, empty rows, ragged tiles."""

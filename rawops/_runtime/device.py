@@ -72,6 +72,7 @@ class CudaDevice:
 
         self.array_type = cupy.ndarray
         self.ordinal, self.functions = ordinal, weakref.WeakKeyDictionary()
+        self.kept: dict = {}  # what an op keeps for all its calls, by the op's name
         self._loaded: list[CudaFunction] = []
         self.get_current, self.set_current = runtime.getDevice, runtime.setDevice
         self.get_stream, self.launch_kernel = cupy.cuda.get_current_stream, driver.launchKernel
@@ -319,6 +320,7 @@ class EmulatedDevice:
         self.emulator = _emulator
         self.memory = _emulator.GlobalMemory()
         self.functions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.kept: dict = {}
         self.report: list = []
         self.options = options
 
