@@ -11,12 +11,13 @@
 namespace rawops {
 
 template <class T_, class Stored, int HEAD_DIM_, int ACCESS, int ROWS_, int WARPS_, int STAGES_, int BLOCKS_,
-          bool kRagged_, int CLUSTER_ = 1>
+          bool kRagged_, int HEADS_ = 1, int CLUSTER_ = 1>
 struct PagedShape {
     using T = T_;
     using Tile = TokenTile<Stored, HEAD_DIM_, ACCESS>;
     static constexpr int HEAD_DIM = HEAD_DIM_, ROWS = ROWS_, WARPS = WARPS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
     static constexpr int THREADS = WARPS * kWarpSize, CLUSTER = CLUSTER_;
+    static constexpr int HEADS = HEADS_, TURNS = WARPS / HEADS;  // KV heads of an item; warps that each has
     static constexpr bool kRagged = kRagged_;
     static constexpr int RING_BYTES = STAGES * Tile::BYTES;  // of a warp
     // Of each warp's sums that have memory of their own. With 8 bits it goes to more warps.
@@ -24,6 +25,7 @@ struct PagedShape {
     using Mail = PairMail<SPARE_ROWS + !SPARE_ROWS, HEAD_DIM>;  // with clusters
     static constexpr int AT_ONCE = WARPS * BLOCKS > 8 ? 9 : 17;  // as registers allow
     static_assert(CLUSTER == 1 || (CLUSTER == 2 && SPARE_ROWS > 0), "a pair of blocks has few rows");
+    static_assert(WARPS % HEADS == 0, "each head has as many warps");
     static_assert(Tile::BYTES >= ROWS * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
 };
 
@@ -36,6 +38,7 @@ public:
     using State = RowState<T, Tile, Shape::ROWS>;
     using Query = typename State::Query;
     static constexpr int STEPS = State::STEPS, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
+    static constexpr int HEADS = Shape::HEADS, TURNS = Shape::TURNS;
     static constexpr int KEPT = 256;  // lengths that fit into shared memory
     // Tiles of each warp that the L2 is asked for early: rows of 16 bits take so many requests that more would cost what
     // they save. And whether copies start before lengths are certain: with 8 bits there are not registers enough.
@@ -52,6 +55,7 @@ public:
           queries(queries_),
           end(p, meeting),
           warp(threadIdx.x / kWarpSize),
+          turn(warp / HEADS),
           lane(threadIdx.x % kWarpSize),
           lengths{p.work.seq_lens, p.pool.capacity()},
           ring(shared_address(rings) + warp * Shape::RING_BYTES),
@@ -71,8 +75,8 @@ public:
 #pragma unroll 1
         for (bool is_early = keeps, is_new = true;;) {
             if (is_new) schedule = {params.work, lengths, int(blockIdx.x), int(gridDim.x), lane};
-            ahead = {schedule.begin, schedule.count - warp};
-            if (ahead.left > 0) ahead.place.advance(params.work, lengths, warp);
+            ahead = {schedule.begin, schedule.count - turn};
+            if (ahead.left > 0) ahead.place.advance(params.work, lengths, turn);
             const int* from[STAGES];
             int page[STAGES];
 #pragma unroll
@@ -84,6 +88,7 @@ public:
                     const Wanted& next = wanted[i];
                     if (next.head >= 0) Tile::prefetch(params.pool, next.page, next.token, next.head, lane);
                 }
+                if (schedule.count > 0) prefetch_query(Rows(schedule.begin, params.work));
                 await_launch_before();
                 if (!kTrustsPages) continue;
             }
@@ -139,10 +144,10 @@ private:
     const PagedParams& params;
     typename Shape::Mail& mail;
     Query* queries;  // of the item's rows, by step and lane
-    ItemEnd<T, Tile, Shape::ROWS, WARPS, Shape::AT_ONCE, Shape::kRagged> end;
-    const int warp, lane;
+    ItemEnd<T, Tile, Shape::ROWS, WARPS, HEADS, Shape::AT_ONCE, Shape::kRagged> end;
+    const int warp, turn, lane;
     Lengths lengths;
-    Schedule<Tile::TOKENS, WARPS, Shape::kRagged> schedule;
+    Schedule<Tile::TOKENS, TURNS, Shape::kRagged> schedule;
     const uint32_t ring, spare;
     uint32_t read, filled;  // the slots that were read and filled last
     int empty;              // how many from the one after `filled` on wait for a tile
@@ -197,17 +202,19 @@ private:
         if (ahead.left <= 0) return from;
         const Place& place = ahead.place;
         next.token = place.sequence.first_token(place.tile);
-        next.head = place.head;
+        next.head = head_of(place);
         const int token = next.token + lane % Tile::TOKENS;
         if (token >= place.sequence.first_key && token < place.sequence.length) {
             const int64_t row = place.b * params.pool.table_stride;
             from = params.pool.block_table + row + (token >> params.pool.page_shift);
             next.page = load_now(from);
         }
-        ahead.left -= WARPS;
-        if (ahead.left > 0) ahead.place.advance(params.work, lengths, WARPS);
+        ahead.left -= TURNS;
+        if (ahead.left > 0) ahead.place.advance(params.work, lengths, TURNS);
         return from;
     }
+
+    __device__ int head_of(const Place& place) const { return place.head * HEADS + warp % HEADS; }
 
     __device__ uint32_t after(uint32_t slot) const {
         return slot == ring + (STAGES - 1) * Tile::BYTES ? ring : slot + Tile::BYTES;
@@ -252,31 +259,42 @@ private:
         bounds.scaled_by_page = pool.scale_page != 0;
         bounds.k_scale = bounds.v_scale = 1;
         if (Tile::kScaled && !bounds.scaled_by_page) {
-            const int64_t at = place.head * pool.scale_head;
+            const int64_t at = head_of(place) * pool.scale_head;
             if (pool.k_scale) bounds.k_scale = pool.k_scale[at];
             if (pool.v_scale) bounds.v_scale = pool.v_scale[at];
         }
         state.begin();
-        const int first = place.sequence.first_token(place.tile), mine = (warp + WARPS - done % WARPS) % WARPS;
+        const int first = place.sequence.first_token(place.tile), mine = (turn + TURNS - done % TURNS) % TURNS;
         const bool keeps_slot = rows.count > Shape::SPARE_ROWS;
 #pragma unroll 1
-        for (int tile = mine - WARPS;;) {
+        for (int tile = mine - TURNS;;) {
             refill();
             if (tile < mine) {  // the copies have started, and take longer than this
                 shares = schedule.shares(params.work, place, done);
                 share_query();
             }
-            tile += WARPS;
+            tile += TURNS;
             if (tile >= tiles) break;
             cp_async_wait<STAGES - 1>();
             __syncwarp();
             read = after(read);
             state.template add<Shape::kRagged>(queries, read, first + tile * Tile::TOKENS, bounds, params.rule, lane);
             ++empty;
-            if (keeps_slot && tile + WARPS >= tiles) break;
+            if (keeps_slot && tile + TURNS >= tiles) break;
         }
         state.finish(bounds);
         return mine < tiles;
+    }
+
+    __device__ const uint16_t* query_row(const Rows& rows, int row) const {
+        const int64_t i = rows.q_begin + rows.query(row), head = rows.head(row);
+        return static_cast<const uint16_t*>(params.q) + i * params.q_row + head * params.q_head;
+    }
+
+    // Has the L2 get the first item's queries, by one warp: 8 rows of up to 4 lines.
+    __device__ void prefetch_query(const Rows& rows) const {
+        const int row = lane % 8, column = lane / 8 * 64;
+        if (warp == 0 && row < rows.count && column < params.pool.head_dim) prefetch_line(query_row(rows, row) + column);
     }
 
     // This warp's steps of the item's B fragments: lane 4 g + t has two pairs of columns of row g of every 8.
@@ -284,8 +302,7 @@ private:
 #pragma unroll
         for (int n = 0; n < State::N; ++n) {
             const int row = lane / 4 + n * 8;
-            const int64_t i = rows.q_begin + rows.query(row), head = rows.head(row);
-            const uint16_t* from = static_cast<const uint16_t*>(params.q) + i * params.q_row + head * params.q_head;
+            const uint16_t* from = query_row(rows, row);
 #pragma unroll
             for (int part = 0; part < ceil_div(STEPS, WARPS) * 2; ++part) {
                 const int step = warp + part / 2 * WARPS;
@@ -321,10 +338,11 @@ template <class Shape> __device__ inline void attend(const PagedParams& params) 
     if constexpr (Shape::kRagged) clear_rest<typename Shape::T>(params);
 }
 
-template <class T, class Stored, int HEAD_DIM, int ACCESS, int ROWS, int WARPS, int STAGES, int BLOCKS, bool kRagged>
+template <class T, class Stored, int HEAD_DIM, int ACCESS, int ROWS, int WARPS, int STAGES, int BLOCKS, bool kRagged,
+          int HEADS>
 __global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS)
     paged_attention(const __grid_constant__ PagedParams params) {
-    attend<PagedShape<T, Stored, HEAD_DIM, ACCESS, ROWS, WARPS, STAGES, BLOCKS, kRagged>>(params);
+    attend<PagedShape<T, Stored, HEAD_DIM, ACCESS, ROWS, WARPS, STAGES, BLOCKS, kRagged, HEADS>>(params);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -333,7 +351,7 @@ __global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS)
 template <class T, int HEAD_DIM, int ACCESS, int WARPS, int STAGES, int BLOCKS, int CLUSTER>
 __global__ void __launch_bounds__(WARPS* kWarpSize, BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
     paged_attention_in_clusters(const __grid_constant__ PagedParams params) {
-    attend<PagedShape<T, T, HEAD_DIM, ACCESS, 8, WARPS, STAGES, BLOCKS, false, CLUSTER>>(params);
+    attend<PagedShape<T, T, HEAD_DIM, ACCESS, 8, WARPS, STAGES, BLOCKS, false, 1, CLUSTER>>(params);
 }
 #endif
 

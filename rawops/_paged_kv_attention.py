@@ -64,9 +64,9 @@ def select_config(head_dim: int, kv_dtype: str, rows: int, is_shared: bool, max_
     """Choose the most stages that leave an SM two blocks, or one where two would have no ring.
 
     Two blocks of four warps keep the memory busy while one of them is between items. Where many blocks share each item,
-    or an item has two SMs, they are few and large, so that there is less to put together at the end. Bytes take so much
-    longer to multiply that they need six warps. Both only where a warp has no more than 8 rows, which leaves it
-    registers.
+    or an item has two SMs or two KV heads, they are few and large, so that there is less to put together at the end.
+    Bytes take so much longer to multiply that they need six warps. Both only where a warp has no more than 8 rows,
+    which leaves it registers.
     """
     static = 48 * head_dim + 2640  # queries, lengths, and what warps and blocks tell each other
     wanted = [(4, 2), (4, 1), (2, 1)]
@@ -93,6 +93,7 @@ _CHOICES = {
     "stages": tuple(range(2, _MAX_STAGES + 1)),
     "blocks": (1, 2),
     "ragged": (False, True),
+    "heads": (1, 2),
 }
 
 
@@ -103,12 +104,13 @@ def _smoke(
     ragged: bool = False,
     kv_dtype: str = "",
     is_shared: bool = False,
+    heads: int = 1,
 ) -> dict:
     kv_dtype = kv_dtype or dtype
     rows = 16 if ragged else 8
     config = select_config(head_dim, kv_dtype, rows, is_shared, 232448)
     choices = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": head_dim, "access": access, "ragged": ragged}
-    choices["rows"] = rows
+    choices |= {"rows": rows, "heads": heads}
     return choices | {"warps": config.warps, "stages": config.stages, "blocks": config.blocks}
 
 
@@ -123,7 +125,8 @@ KERNEL = KernelSpec(
         _smoke(128, ragged=True),
         _smoke(128, access=2),
         _smoke(128, kv_dtype="float8_e4m3fn"),
-        _smoke(128, "bfloat16", kv_dtype="int8"),
+        _smoke(128, kv_dtype="float8_e4m3fn", heads=2, is_shared=True),
+        _smoke(128, "bfloat16", kv_dtype="int8", heads=2, is_shared=True),
         _smoke(128, is_shared=True),
     ],
     params=PARAMS,
@@ -142,6 +145,7 @@ CLUSTERS = KernelSpec(
     params=PARAMS,
 )
 _CLUSTER_ROWS = 4  # SPARE_ROWS in paged_attention.cu
+_MUCH = 3 << 19  # bytes for each SM to read, from where two KV heads share an item
 _LONG = 768  # tokens, from where 12 warps on each of two SMs have enough to do
 
 
@@ -223,47 +227,69 @@ def plan_launch(
     if options.beside:
         return _paged_kv_cascade_sm90.plan(device, pool, q, out_strides, scale, options.skipped)
     padded = next(d for d in HEAD_DIMS if d >= head_dim)
+    together = _heads_of_item(device, pool, group, ragged)
+    kv_heads, group = pool.num_heads // together, group * together
     rows = 8 if group <= 8 and not ragged else _ROWS
-    shares = 2 * device.sm_count // max(pool.batch * pool.num_heads * -(-group // rows), 1)
+    shares = 2 * device.sm_count // max(pool.batch * kv_heads * -(-group // rows), 1)
     may_cluster = not ragged and not options.num_splits and padded <= 128 and pool.dtype in DTYPES
     may_cluster = may_cluster and group <= _CLUSTER_ROWS and CLUSTERS.exists_on(device.capability)
-    has_two_sms = may_cluster and padded == 128 and _in_pairs(device.sm_count, pool.batch * pool.num_heads)
-    is_shared = shares > _MANY_BLOCKS or (has_two_sms and pool.capacity >= _LONG)
-    is_shared = is_shared and not options.num_splits
+    has_two_sms = may_cluster and padded == 128 and _in_pairs(device.sm_count, pool.batch * kv_heads)
+    is_shared = not options.num_splits and (shares > _MANY_BLOCKS or (has_two_sms and pool.capacity >= _LONG))
+    is_shared = is_shared or together > 1
     tile = select_config(padded, pool.dtype, rows, is_shared, device.max_shared_bytes)
     choices = {"dtype": dtypes.name(q.dtype), "kv_dtype": pool.dtype, "head_dim": padded}
-    choices |= {"access": pool.access, "ragged": ragged, "rows": rows}
+    choices |= {"access": pool.access, "ragged": ragged, "rows": rows, "heads": together}
     choices |= {"warps": tile.warps, "stages": tile.stages, "blocks": tile.blocks}
     row_tiles = -(-total_q * group // _ROWS) + pool.batch if ragged else -(-group // _ROWS) * pool.batch
-    items, tiles = pool.num_heads * row_tiles, max(-(-pool.capacity // 16), 1)
-    if items * tiles >= 2**31:
-        rule = "keep KV heads x groups of 16 rows x tiles of 16 keys below 2**31"
-        checks.fail(ValueError, function, "q", rule, items * tiles, "Split the queries among several calls.")
-    if options.num_splits:
-        blocks = items * options.num_splits
-    else:
-        blocks = max(min(device.sm_count * tile.blocks, items * tiles // tile.warps), 1)
+    items, tiles = kv_heads * row_tiles, max(-(-pool.capacity // 16), 1)
+    _check_tiles(function, items * tiles)
+    blocks = items * options.num_splits or max(min(device.sm_count * tile.blocks, items * tiles // tile.warps), 1)
     kernel = KERNEL
     if may_cluster and _in_pairs(blocks, items):
         kernel, blocks = CLUSTERS, 2 * items
         choices = {name: choices[name] for name in _IN_CLUSTERS[:-1]} | {"cluster": 2}
-    q_strides, copies_q = [s // q.dtype.itemsize for s in q.strides], False
-    if q_strides[2] != 1 or q_address % 4 or any(x % 2 for x in (head_dim, *q_strides[:2])):
-        even = head_dim + head_dim % 2
-        q_strides, copies_q = [heads * even, even], True
-    work = (pool.batch, total_q, pool.num_heads, group, *options.window, options.num_splits, -(-group // _ROWS))
+    q_strides, copies_q = _query_strides(q, q_address)
+    work = (pool.batch, total_q, kv_heads, group, *options.window, options.num_splits, -(-group // _ROWS))
     return Launch(
         function=kernel.kernel(device, **choices),
         grid=(blocks, 1, 1),
         block=(32 * tile.warps, 1, 1),
         shared_bytes=tile.shared_bytes(padded, pool.dtype),
         partial_floats=2 * blocks * _ROWS * (padded + 2),
-        strides=(*q_strides[:2], *out_strides, total_q, 1),
+        strides=(*q_strides, *out_strides, total_q, 1),
         pool=(*scales, *pool.numbers),
         work=(*work, options.skipped),
         rule=(scale * _LOG2_E, options.softcap),
         copies_q=copies_q,
     )
+
+
+def _check_tiles(function: str, count: int) -> None:
+    if count >= 2**31:
+        rule = "keep KV heads x groups of 16 rows x tiles of 16 keys below 2**31"
+        checks.fail(ValueError, function, "q", rule, count, "Split the queries among several calls.")
+
+
+def _query_strides(q, address: int) -> tuple[tuple[int, int], bool]:
+    """Return the strides of rows and heads, and whether they are those of a copy that can be read in pairs."""
+    row, head, dim = (s // q.dtype.itemsize for s in q.strides)
+    _, heads, head_dim = q.shape
+    if dim == 1 and address % 4 == 0 and not any(x % 2 for x in (head_dim, row, head)):
+        return (row, head), False
+    even = head_dim + head_dim % 2
+    return (heads * even, even), True
+
+
+def _heads_of_item(device, pool: Pool, group: int, ragged: bool) -> int:
+    """Return how many KV heads share an item: two where a row of bytes is short and another one lies beside it.
+
+    There are half as many items then, and more blocks to put each together, which takes longer where there is little to
+    read.
+    """
+    is_short = dtypes.itemsize(pool.dtype) == 1 and pool.head_dim <= 128
+    can_share = is_short and pool.has_neighbours and pool.num_heads % 2 == 0 and group <= 4 and not ragged
+    total = 2 * pool.batch * pool.capacity * pool.num_heads * pool.head_dim
+    return 2 if can_share and total >= _MUCH * device.sm_count else 1
 
 
 def _in_pairs(places: int, items: int) -> bool:

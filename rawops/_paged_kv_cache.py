@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence as Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,27 +15,12 @@ from rawops._paged_kv_append import append
 from rawops._paged_kv_attention import attend, attend_to_prefix, options_of
 from rawops._paged_kv_batch import Batch, copy_to_device
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE_SIZES, check_rows
+from rawops._paged_kv_swap import HostCopies, SavedSequence
 from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import arrays, checks, dtypes
 
 _MAX_BATCHES = 32
 _NAME = "PagedKVCache"
-
-
-@dataclass(frozen=True)
-class SavedSequence:
-    """A sequence in host memory, made by `PagedKVCache.save`.
-
-    Attributes
-    ----------
-    length : int
-    data : array (pages, 2, page_size, num_kv_heads, head_dim)
-        Page-locked with a GPU. It is complete once the stream of the save has come this far.
-    """
-
-    length: int
-    data: np.ndarray
-    state: Sequence
 
 
 class PagedKVCache:
@@ -132,6 +116,7 @@ class PagedKVCache:
         self._batches: OrderedDict[tuple[int, ...], Batch] = OrderedDict()
         self._steps: dict[int, Batch] = {}
         self._workspace = Workspace()
+        self._host_copies = HostCopies(self._device)
 
     # --- sequences ---
 
@@ -328,13 +313,7 @@ class PagedKVCache:
         """
         with self._lock:
             state = self._allocator[sequence]
-            shape = (len(state.pages), *self.pages.shape[1:])
-            data = self._host_array(shape)
-            for host, page in zip(data, state.pages, strict=True):
-                if self._device.is_emulated:
-                    host[...] = self._stored[page]
-                else:
-                    self._stored[page].get(out=host, blocking=False)
+            data = self._host_copies.to_host(self._stored, state.pages)
             data = data.view(dtypes.numpy(dtypes.name(self.pages.dtype)))
             return SavedSequence(state.length, data, Sequence(state.pages[:], state.length, [], state.tokens[:]))
 
@@ -355,9 +334,8 @@ class PagedKVCache:
             checks.fail(ValueError, function, "saved", rule, (*saved.data.shape[1:], dtypes.name(saved.data.dtype)))
         with self._lock:
             name = self._allocator.import_sequence(saved.state)
-            stored = saved.data.view(self._stored.dtype)
-            for host, page in zip(stored, self._allocator[name].pages, strict=True):
-                copy_to_device(self._stored[page], host)
+            data = saved.data.view(self._stored.dtype)
+            self._host_copies.to_device(self._stored, self._allocator[name].pages, data)
             return name
 
     # --- parts ---
@@ -453,16 +431,6 @@ class PagedKVCache:
         if target.size:
             copy_to_device(target, values.astype(np.int32))
         return target
-
-    def _host_array(self, shape: tuple[int, ...]) -> np.ndarray:
-        dtype = self._stored.dtype
-        size = math.prod(shape)
-        if self._device.is_emulated or size == 0:
-            return np.empty(shape, dtype)
-        import cupy
-
-        memory = cupy.cuda.alloc_pinned_memory(size * dtype.itemsize)
-        return np.frombuffer(memory, dtype, size).reshape(shape)
 
 
 def _listed(function: str, name: str, values) -> tuple:

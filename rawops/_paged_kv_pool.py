@@ -46,6 +46,11 @@ class Pool:
         """Tokens that a row of the block table can name."""
         return self.numbers[-3] * self.page_size
 
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether the heads of a token lie side by side."""
+        return self.access == 16 and self.numbers[3] == self.head_dim
+
 
 def describe(function: str, pages, block_table, layout: str, address: int) -> Pool:
     """Check a pool and its block table, (batch, max_pages) or one row that all share, and describe them."""

@@ -3,9 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from paged_pool import DTYPES, NO_PAGE, attend
+from paged_pool import DTYPES, NO_PAGE, attend, forget_plans
 
 import rawops
+from rawops import _paged_kv_attention
 from rawops.testing.tolerances import assert_close
 
 FORMATS = {
@@ -144,8 +145,14 @@ def quantised(rng, lens, heads, head_dim, page_size, kind, scale_shape=None):
 
 @pytest.mark.parametrize("scale_shape", [None, "head", "page"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_decode(device, rng, kind, scale_shape):
-    """float16 and bfloat16 queries, head_dim with and without a power of two, page sizes below and above a tile."""
+def test_decode(device, rng, monkeypatch, kind, scale_shape):
+    """float16 and bfloat16 queries, head_dim with and without a power of two, page sizes below and above a tile.
+
+    With scales, two KV heads share an item.
+    """
+    if scale_shape is not None:
+        monkeypatch.setattr(_paged_kv_attention, "_MUCH", 0)
+        forget_plans(monkeypatch)
     few = QUERIES[(list(FORMATS).index(kind) + [None, "head", "page"].index(scale_shape)) % 3]
     for dtype, head_dim, page_size in [few] if device.is_emulated else QUERIES:
         pages, table, lens, scales, kv = quantised(rng, [33, 1], 2, head_dim, page_size, kind, scale_shape)
@@ -159,6 +166,30 @@ def test_decode(device, rng, kind, scale_shape):
             bits = 2.0**17 if dtype == "float16" else 2.0**20  # weights are rounded to the queries' type
             got = device.get(out)[b : b + 1]
             assert_close(got, want, DTYPES[dtype], k=int(bits), magnitude=np.abs(values).max())
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_heads_side_by_side(device, rng, monkeypatch, group):
+    """Two heads are read together. NaN and infinity in all of the odd ones change no bit of the even ones."""
+    monkeypatch.setattr(_paged_kv_attention, "_MUCH", 0)
+    forget_plans(monkeypatch)
+    pages, table, lens, scales, kv = quantised(rng, [70, 33], 4, 64, 16, "float8_e5m2", "head")
+    q = (0.5 * rng.standard_normal((2, 4 * group, 64))).astype(np.float16)
+    even = np.arange(4 * group) // group % 2 == 0
+    others = pages.view(np.uint8).copy()
+    others[:, :, :, 1::2] = 0x7E
+    others[:, :, :, 1::2, ::2] = 0x7C
+    found = []
+    for stored in (pages.view(np.uint8), others):
+        arrays = [device.put(x) for x in (q, stored, table, lens)]
+        arrays[1] = arrays[1].view(FORMATS["float8_e5m2"])
+        options = {"k_scale": device.put(scales[0]), "v_scale": device.put(scales[1])}
+        found.append(device.get(rawops.paged_attention(*arrays, **options)))
+    for b, (keys, values) in enumerate(kv):
+        want, _ = attend(q[b : b + 1], keys, values)
+        assert_close(found[0][b : b + 1], want, np.float16, k=2**17, magnitude=np.abs(values).max())
+    np.testing.assert_array_equal(found[0][:, even], found[1][:, even])
+    assert np.isnan(found[1][:, ~even].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("kind", FORMATS)

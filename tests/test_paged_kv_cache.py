@@ -366,6 +366,30 @@ def test_generation_under_one_graph(rng):
 
 
 @pytest.mark.gpu
+def test_host_memory_is_kept_until_it_is_copied(rng):
+    """What was saved is dropped while the copies back wait behind a slow launch, and other arrays are uploaded."""
+    import cupy
+
+    loop = Loop(Device(cupy), rng, num_pages=96)
+    s = loop.add(64)
+    slow = rawops.Kernel(
+        "__global__ void slow(long long n) { for (auto t = clock64(); clock64() - t < n;) {} }", "slow"
+    )
+    for _ in range(3):
+        saved = loop.cache.save(s)
+        cupy.cuda.Device().synchronize()
+        size = saved.data.nbytes
+        slow(1, 32, (100_000_000,))
+        t = loop.cache.restore(saved)
+        del saved
+        others = [cupy.asarray(np.full(size, 0x41, np.uint8)) for _ in range(3)]
+        loop.kv[t] = loop.kv[s]
+        loop.check([t])
+        loop.free(t)
+        del others
+
+
+@pytest.mark.gpu
 def test_soak_of_the_cache(rng):
     """A thousand steps of a serving loop, with what every sequence reads looked at again and again."""
     import cupy

@@ -92,8 +92,9 @@ struct Merged {
     }
 };
 
-// AT_ONCE: partial results that are read at once where there are many.
-template <class T, class Tile, int ROWS, int WARPS, int AT_ONCE, bool kRagged> class ItemEnd {
+// HEADS: KV heads of an item, which its warps have in turn. AT_ONCE: partial results that are read at once where there
+// are many.
+template <class T, class Tile, int ROWS, int WARPS, int HEADS, int AT_ONCE, bool kRagged> class ItemEnd {
 public:
     using State = RowState<T, Tile, ROWS>;
     using Rows = ItemRows<Tile::TOKENS, kRagged>;
@@ -106,6 +107,7 @@ public:
     // Leaves a warp's sums in a slot of its ring.
     __device__ void leave(const State& state, uint32_t slot, bool has_tiles, int count) {
         const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+        __syncwarp();  // all lanes have read the slot
         if (lane == 0) meeting.slot[warp] = has_tiles ? slot : 0;
         if (!has_tiles) {
             if (lane < kItemRows) meeting.top[warp][lane] = -infinity(), meeting.sum[warp][lane] = 0;
@@ -190,17 +192,20 @@ private:
 
     // Without branches, which would have each load wait for the one before.
     __device__ Merged of_warps(int row, int group) const {
+        constexpr int COUNT = WARPS / HEADS;
+        const int first = HEADS > 1 && row >= params.work.group / HEADS;  // warp of the row's head
         Merged merged;
-        float top[WARPS], sum[WARPS];
-        float4 term[WARPS];
+        float top[COUNT], sum[COUNT];
+        float4 term[COUNT];
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-            top[warp] = meeting.top[warp][row], sum[warp] = meeting.sum[warp][row];
-            load_if_any(term[warp], meeting.slot[warp], Sums::offset(row, group));
-            merged.top = fmaxf(merged.top, top[warp]);
+        for (int i = 0; i < COUNT; ++i) {
+            const int warp = first + i * HEADS;
+            top[i] = meeting.top[warp][row], sum[i] = meeting.sum[warp][row];
+            load_if_any(term[i], meeting.slot[warp], Sums::offset(row, group));
+            merged.top = fmaxf(merged.top, top[i]);
         }
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) merged.add(top[warp], sum[warp], term[warp]);
+        for (int i = 0; i < COUNT; ++i) merged.add(top[i], sum[i], term[i]);
         return merged;
     }
 

@@ -7,6 +7,13 @@
 
 namespace rawops {
 
+// Has the L2 get a line, from Hopper on.
+__device__ inline void prefetch_line(const void* at) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+#endif
+}
+
 struct PagePool {
     const void* pages;
     const int* block_table;
@@ -83,7 +90,7 @@ template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {  // T: as stor
 
     // Has the L2 get what `fetch` will ask for, from Hopper on: rows of 16 bits as they are, 8 bits line by line.
     static __device__ void prefetch(const PagePool& pool, int page, int token, int head, int lane) {
-        if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(pool.num_pages)) return;
+        if (ACCESS != 16 || static_cast<uint32_t>(page) >= static_cast<uint32_t>(pool.num_pages)) return;
         const int64_t in_row = in_page(pool, token + lane % TOKENS) * pool.token_stride + head * pool.head_stride;
         const T* key = static_cast<const T*>(pool.pages) + page * pool.page_stride + in_row;
 #if __CUDA_ARCH__ >= 900
@@ -92,10 +99,8 @@ template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {  // T: as stor
             const T* row = key + i * pool.value_offset;
             if constexpr (kScaled) {
 #pragma unroll
-                for (int line = 0; line < HEAD_DIM; line += 128) {
-                    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + line) : "memory");
-                }
-            } else if (ACCESS == 16 && pool.head_dim == HEAD_DIM) {
+                for (int line = 0; line < HEAD_DIM; line += 128) prefetch_line(row + line);
+            } else if (pool.head_dim == HEAD_DIM) {
                 constexpr int kRowBytes = HEAD_DIM * int(sizeof(T));
                 asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "n"(kRowBytes) : "memory");
             }
