@@ -5,8 +5,8 @@
 //   a warp        TMA: pages --> a ring of stages, 64 tokens of one KV head each
 //   a warpgroup   wgmma: S^T = K Q^T, 64 tokens x 8 heads of a group; softmax; O^T += V^T P^T
 //
-// An item is a sequence and KV head, and one block's. What a block has of it while the other launch is still at work waits
-// in global memory as one more part of the result.
+// An item is a sequence and KV head, and one block's. What the block has of it waits in global memory, as one more part of
+// the result, until the other launch is complete.
 #include "common/cascade_fetch.cuh"
 #include "common/launches.cuh"
 
@@ -21,7 +21,7 @@ public:
         : params(params_),
           exchange(exchange_),
           meeting(exchange_.meeting),
-          common(params_),
+          results(params_),
           thread(threadIdx.x),
           warp(thread / kWarpSize),
           lane(thread % kWarpSize) {}
@@ -37,9 +37,9 @@ public:
             end(item);
         }
         await_launch_before();
-        join_waiting();
-        if (thread == 0 && atomicAdd(params.done + kThrough, 1) == gridDim.x - 1) {
-            params.done[kArrived] = params.done[kThrough] = params.done[kTaken] = 0;
+        join_last();
+        if (thread == 0 && atomicAdd(params.counters + kThrough, 1) == gridDim.x - 1) {
+            params.counters[kThrough] = params.counters[kTaken] = 0;
         }
     }
 
@@ -47,7 +47,7 @@ private:
     const CascadeParams& params;
     const OwnExchange<Tile>& exchange;
     OwnMeeting& meeting;
-    const CommonResults<T, Tile::D> common;
+    const CascadeResults<T, Tile::D> results;
     const int thread, warp, lane;
     RingPosition<Tile::STAGES> slot;
     int left = 0;  // items that wait for the other launch
@@ -192,7 +192,6 @@ private:
 
     __device__ void end(const OwnItem& item) {
         reduce(sum, [](float a, float b) { return a + b; });
-        if (thread == 0 && !meeting.is_common_there) meeting.is_common_there = common.are_there();
         if (lane < 4) meeting.sum[warp][lane] = {sum[0], sum[1]};
         if (thread < 4) meeting.base[lane] = {base[0], base[1]};
 #pragma unroll
@@ -201,18 +200,12 @@ private:
             store_shared(exchange.out + (row * Tile::OUT_ROW + column) * 4, out[i / 4][i % 4]);
         }
         sync();
-        const bool joins = meeting.is_common_there;
 #pragma unroll 1
         for (int i = thread; i < params.group * Tile::GROUPS; i += kWarpGroupSize) {
-            const int row = i / Tile::GROUPS, group = i % Tile::GROUPS, head = item.head * params.group + row;
-            float own_lse;
-            const float4 own = of_row(row, group, own_lse);
-            if (joins) common.join(item.query, head, group, own, own_lse);
-            else common.leave(item.query, head, group, own, own_lse);
-        }
-        if (joins) {
-            if (left > 0) join_waiting();
-            return;
+            const int row = i / Tile::GROUPS, group = i % Tile::GROUPS;
+            float lse;
+            const float4 values = of_row(row, group, lse);
+            results.leave(item.query, item.head * params.group + row, group, values, lse);
         }
         if (thread == 0) meeting.waiting[left] = {item.query, item.head * params.group};
         if (++left == OwnMeeting::kLeft) {
@@ -234,17 +227,93 @@ private:
                            __uint_as_float(x.w) * factor);
     }
 
+    // Joins what waits, in the middle of the block's work.
     __device__ void join_waiting() {
         sync();
 #pragma unroll 1
-        for (int n = 0; n < left; ++n) {
-            const int2 item = meeting.waiting[n];
-#pragma unroll 1
-            for (int i = thread; i < params.group * Tile::GROUPS; i += kWarpGroupSize) {
-                common.join_left(item.x, item.y + i / Tile::GROUPS, i % Tile::GROUPS);
-            }
+        for (int i = thread; i < left * params.group * Tile::GROUPS; i += kWarpGroupSize) {
+            const int group = i % Tile::GROUPS, row = i / Tile::GROUPS % params.group;
+            const int2 item = meeting.waiting[i / Tile::GROUPS / params.group];
+            const int head = item.y + row;
+            auto load_lse = [&](int part) { return results.load_now(results.lse_at(part, item.x, head)); };
+            auto load = [&](int part) { return __ldcg(results.values_at(part, item.x, head, group)); };
+            results.join(item.x, head, group, load_lse, load);
         }
         left = 0;
+    }
+
+    // The same at its end: all parts of all items come at once into what was the ring.
+    __device__ void join_last() {
+        const int parts = params.parts + 1, rows = params.group, columns = rows * Tile::GROUPS;
+        const int of_item = parts * (columns * 16 + rows * 4), at_once = Tile::Q_AT / of_item;
+        if (at_once == 0) {
+            join_waiting();
+            return;
+        }
+        sync();
+#pragma unroll 1
+        for (int begin = 0; begin < left; begin += at_once) {
+            const int count = min_of(left - begin, at_once);
+            const uint32_t values = exchange.ring, sums = values + count * parts * columns * 16;
+            fetch_parts(begin, count, values, sums);
+            cp_async_wait<0>();
+            sync();
+#pragma unroll 1
+            for (int at = thread; at < columns; at += kWarpGroupSize) {
+                const int row = at / Tile::GROUPS, group = at % Tile::GROUPS;
+#pragma unroll 1
+                for (int n = 0; n < count; ++n) {
+                    const int2 item = meeting.waiting[begin + n];
+                    const uint32_t first = values + (n * parts * columns + at) * 16;
+                    const uint32_t first_lse = sums + (n * parts * rows + row) * 4;
+                    auto load_lse = [&](int part) { return __uint_as_float(load_word(first_lse + part * rows * 4)); };
+                    auto load = [&](int part) {
+                        const uint4 x = load_quad(first + part * columns * 16);
+                        return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                                           __uint_as_float(x.w));
+                    };
+                    results.join(item.x, item.y + row, group, load_lse, load);
+                }
+            }
+            sync();
+        }
+    }
+
+    // Starts copies of all parts of some items, by item, part and row; their lse are there on return.
+    __device__ void fetch_parts(int begin, int count, uint32_t values, uint32_t sums) const {
+        const int parts = params.parts + 1, rows = params.group, columns = rows * Tile::GROUPS;
+#pragma unroll 1
+        for (int at = thread; at < columns; at += kWarpGroupSize) {
+            uint32_t to = values + at * 16;
+#pragma unroll 1
+            for (int n = 0; n < count; ++n) {
+                const int2 item = meeting.waiting[begin + n];
+                const float4* from = results.values_at(0, item.x, item.y + at / Tile::GROUPS, at % Tile::GROUPS);
+#pragma unroll 4
+                for (int part = 0; part < parts; ++part, to += columns * 16, from += params.prior_split / 4) {
+                    cp_async_16(to, from);
+                }
+            }
+        }
+        cp_async_commit();
+        const int row = thread % rows, first = thread / rows, step = kWarpGroupSize / rows;
+        if (first >= step) return;
+#pragma unroll 1
+        for (int part = first; part < parts; part += step) {
+#pragma unroll 1
+            for (int n = 0; n < count; n += 4) {  // loaded before one is stored, which would wait
+                float lse[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int2 item = meeting.waiting[begin + min_of(n + i, count - 1)];
+                    lse[i] = results.load_now(results.lse_at(part, item.x, item.y + row));
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (n + i < count) store_shared(sums + (((n + i) * parts + part) * rows + row) * 4, lse[i]);
+                }
+            }
+        }
     }
 };
 
@@ -254,14 +323,17 @@ __global__ void __maxnreg__(88)
     extern __shared__ __align__(1024) char shared[];
     start_next_launch();
     const OwnExchange<Tile> exchange(shared);
+    OwnProducer<Tile> producer(maps, params, exchange);
+    const bool fetches = uniform(threadIdx.x / kWarpGroupSize) == 1;
+    if (fetches) producer.begin();
     if (threadIdx.x == 0) {
         exchange.init();
         prefetch_tensor_map(maps.k);
         prefetch_tensor_map(maps.v);
     }
     __syncthreads();
-    if (uniform(threadIdx.x / kWarpGroupSize) == 0) OwnConsumer<Tile>(params, exchange).run();
-    else OwnProducer<Tile>(maps, params, exchange).run();
+    if (fetches) producer.run();
+    else OwnConsumer<Tile>(params, exchange).run();
 }
 
 }  // namespace rawops

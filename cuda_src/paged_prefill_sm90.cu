@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 }
 
 // The same for blocks that leave an SM room for one of paged_cascade_sm90.cu, which begins when the launch before is
-// complete, and learns from `done` how many consumers have written what they have.
+// complete.
 template <class Tile> struct Beside : Tile {
     static constexpr int PRODUCER_REGISTERS = 48, REGISTERS = 144;
     static constexpr bool kStartsNext = false;
@@ -157,15 +157,9 @@ template <class T, int D, int BLOCK_N, int STAGES, bool kTurns,
           class Tile = Beside<HopperAttention<T, D, D, 2, BLOCK_N, STAGES, kTurns, 0, float, true>>>
 __global__ void __maxnreg__(112)
     paged_prefix_sm90(const __grid_constant__ AttentionMaps maps, const __grid_constant__ AttentionParams params,
-                      int section, int* taken, int* done) {
+                      int section, int* taken) {
     prefetch_table(params);
     run_attention<Tile, PagedProducer<Tile>>(maps, params, section, taken);
-    const int group = threadIdx.x / kWarpGroupSize;
-    if (group == 0) return;
-    sync_group<kWarpGroupSize>(8 + group);
-    if (threadIdx.x % kWarpGroupSize == 0) {
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(done) : "memory");
-    }
 }
 
 }  // namespace rawops

@@ -414,7 +414,7 @@ class PagedKVCache:
         own = (q, self.pages, table[:, pages:], batch.seq_lens, None, None, *scales, out)
         beside = self._overlaps(batch, common, q)
         parts = attend_to_prefix(function, shared, replace(asked, beside=beside), self.layout, self._workspace)
-        after = replace(asked, skipped=common, beside=parts is not None and parts.arrivals > 0)
+        after = replace(asked, skipped=common, beside=parts is not None and parts.leaves_room)
         if parts is not None:
             return attend(function, own, after, return_lse, self.layout, self._workspace, prior=parts)
         first = attend(function, shared, asked, True, self.layout, self._workspace)

@@ -22,11 +22,11 @@ STAGES = {64: 6, 128: 3}  # by head_dim
 
 PARAMS = ParamStruct(
     "CascadeParams",
-    **dict.fromkeys(("q", "out", "lse", "prior", "prior_lse", "done", "block_table", "seq_lens"), "pointer"),
+    **dict.fromkeys(("q", "out", "lse", "prior", "prior_lse", "counters", "block_table", "seq_lens"), "pointer"),
     **dict.fromkeys(("prior_split", "prior_lse_split"), "int64"),
     **dict.fromkeys(("q_row", "q_head", "out_row", "out_head", "out_dim", "table_stride"), "int64"),
     **dict.fromkeys(("batch", "kv_heads", "group", "skipped", "capacity"), "int32"),
-    **dict.fromkeys(("page_shift", "page_groups", "num_pages", "parts", "arrivals"), "int32"),
+    **dict.fromkeys(("page_shift", "page_groups", "num_pages", "parts"), "int32"),
     scale="float32",
 )
 _TEMPLATE = ("dtype", "head_dim", "stages")
@@ -88,9 +88,10 @@ class Launch:
     def run(self, device, addresses: tuple, workspace: Workspace, prior) -> None:
         """Launch with the addresses of q, out, lse, and of the others in the order of the op."""
         q, out, lse, pages, table, lens, *_ = addresses
+        counters = workspace.zeros(device, hopper.ZEROS) + 4
         packed = PARAMS.pack(
-            *(q, out, lse, prior.values, prior.lse, prior.done, table, lens, prior.split, prior.lse_split),
-            *(*self.strides, *self.work, prior.count, prior.arrivals, self.scale),
+            *(q, out, lse, prior.values, prior.lse, counters, table, lens, prior.split, prior.lse_split),
+            *(*self.strides, *self.work, prior.count, self.scale),
         )
         arguments = (self.maps(pages, pages + self.value_bytes), packed)
         self.function.launch((self.blocks, 1, 1), (self.threads, 1, 1), arguments, self.shared_bytes, True)
@@ -125,4 +126,4 @@ def plan(device, pool: Pool, q, out_strides: list, scale: float, skipped: int) -
 def _shared_bytes(head_dim: int, stages: int) -> int:
     """The ring; queries, weights and results; barriers and items; what warps tell each other."""
     tiles = 16 * head_dim + 1024 + _ROWS * (head_dim + 4) * 4
-    return stages * _TOKENS * head_dim * 4 + tiles + 16 * (stages + 3) + 48 + 256 + 128 + 32 + 8 + 128
+    return stages * _TOKENS * head_dim * 4 + tiles + 16 * (stages + 3) + 48 + 256 + 128 + 32 + 8 * 64

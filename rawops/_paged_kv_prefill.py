@@ -49,7 +49,7 @@ KERNEL = KernelSpec(
 class Parts(NamedTuple):
     """Partial results in a workspace: addresses of values and lse, floats from part to part, how many there are.
 
-    `done` is the address of a number that is `arrivals` when they are complete; 0 where nobody counts.
+    `leaves_room`: another launch is to have the SMs at the same time, for which there is room for one part more.
     """
 
     values: int
@@ -57,8 +57,7 @@ class Parts(NamedTuple):
     split: int
     lse_split: int
     count: int
-    done: int = 0
-    arrivals: int = 0
+    leaves_room: bool = False
 
 
 NO_PARTS = Parts(0, 0, 0, 0, 0)
@@ -78,8 +77,8 @@ class Prefill:
         Partial results where keys are split: how many, and the floats of each and of its lse.
     merge : callable, optional
         Joins them.
-    arrivals : int
-        Of consumers that say when they have written theirs; 0 if they do not. Then there is room for one part more.
+    leaves_room : bool
+        Another launch is to have the SMs at the same time.
     """
 
     launch: Callable[[Workspace, tuple], None]
@@ -89,7 +88,7 @@ class Prefill:
     values: int
     sums: int
     merge: Callable[[int, int, int, int], None] | None
-    arrivals: int = 0
+    leaves_room: bool = False
     copies_q: bool = False
 
     def run(self, device, addresses: tuple, workspace: Workspace) -> None:
@@ -105,16 +104,15 @@ class Prefill:
 
     def run_parts(self, device, addresses: tuple, workspace: Workspace) -> Parts:
         """Launch without an out and an lse, and return the partial results."""
-        parts = self.parts + (self.arrivals > 0)
+        parts = self.parts + self.leaves_room
         floats = parts * self.values
         target = workspace.prior(device, floats + parts * self.sums)
         self._launch(addresses, target, target + 4 * floats, workspace)
-        done = workspace.zeros(device, hopper.ZEROS) + hopper.DONE if self.arrivals else 0
-        return Parts(target, target + 4 * floats, self.values, self.sums, self.parts, done, self.arrivals)
+        return Parts(target, target + 4 * floats, self.values, self.sums, self.parts, self.leaves_room)
 
     def _launch(self, addresses: tuple, target: int, target_lse: int, workspace: Workspace) -> None:
         q, _, _, pages, table, lens, cu, slopes, *_ = addresses
-        if self.arrivals:  # one sequence, as long as the table
+        if self.leaves_room:  # one sequence, as long as the table
             lens = cu = 0
         call = (q, pages, pages + self.value_bytes, target, target_lse, slopes, 0, cu, 0, lens, table)
         self.launch(workspace, (*call, *self.shape))
@@ -182,8 +180,7 @@ def plan(
     fields = tuple(fields.get(name, 0) for name in attention.SHAPE_FIELDS)
     value_bytes = pool.numbers[1] * q.dtype.itemsize
     sizes = chosen.splits, math.prod(shape[1:]), math.prod(lse_shape[1:])
-    arrivals = 2 * min(hopper.tiles_of(problem, chosen), device.sm_count) if leaves_room else 0
-    return Prefill(launch, fields, value_bytes, *sizes, merge, arrivals)
+    return Prefill(launch, fields, value_bytes, *sizes, merge, leaves_room)
 
 
 def _shape_fields(problem: attention.Problem, pool: Pool, chosen) -> dict:

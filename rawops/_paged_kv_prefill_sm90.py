@@ -18,7 +18,7 @@ from rawops._runtime.tensormap import TensorMap
 
 _GROUP = 8  # rows that are copied together: the swizzle repeats after as many
 _ROWS = 64  # of a consumer
-ZEROS, DONE = 4, 4  # int32 that are 0 between launches, and where in bytes those begin that tell another launch the end
+ZEROS = 3  # int32 that are 0 between launches, of which the first is for this one
 _TASKS = 16  # tiles an SM, some of them empty, up to which a long sequence has blocks for all of its tiles
 
 _TEMPLATE = ("dtype", "out_dtype", "head_dim", "consumers", "block_n", "stages", "turns")
@@ -49,7 +49,7 @@ KERNEL = KernelSpec(
     params=attention.PARAMS,
 )
 _PREFIX = ("dtype", "head_dim", "block_n", "stages", "turns")
-_BESIDE = {64: (96, 3), 128: (64, 2)}  # keys of a block and stages that leave an SM room, by head_dim
+_BESIDE = {64: (96, 3), 128: (48, 3)}  # keys of a block and stages that leave an SM room, by head_dim
 PREFIX = KernelSpec(
     source="paged_prefill_sm90.cu",
     entry="rawops::paged_prefix_sm90",
@@ -57,8 +57,8 @@ PREFIX = KernelSpec(
     choices={
         "dtype": DTYPES,
         "head_dim": tuple(_BESIDE),
-        "block_n": (64, 96),
-        "stages": (2, 3),
+        "block_n": (48, 96),
+        "stages": (3,),
         "turns": (True,),
     },
     smoke=[dict(zip(_PREFIX, ("float16", d, *sizes, True), strict=True)) for d, sizes in _BESIDE.items()],
@@ -138,8 +138,6 @@ def launcher(
     def launch(workspace: Workspace, values: tuple) -> None:
         zeros = workspace.zeros(device, ZEROS)
         arguments = (maps(*values[:3]), attention.PARAMS.pack(*values), section, zeros if tiles > blocks else 0)
-        if beside:
-            arguments += (zeros + DONE,)
         kernel.launch((blocks, 1, 1), (config.threads, 1, 1), arguments, shared_bytes, beside)
 
     return launch

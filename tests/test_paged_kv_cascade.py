@@ -10,27 +10,15 @@ import rawops
 from rawops import _paged_kv_cascade_sm90, _paged_kv_prefill, _paged_kv_prefill_sm90
 
 
-@pytest.fixture(params=["together", "waiting", "one after the other"])
+@pytest.fixture(params=["at the same time", "one after the other"])
 def cascade(hopper, rng, monkeypatch, request):
-    """A cache whose sequences begin alike, and its decode beside float64 attention.
-
-    "together" finds the results over the prefix when it needs them, as far as the emulator goes; "waiting" does not see
-    them before the other launch has ended.
-    """
+    """A cache whose sequences begin alike, and its decode beside float64 attention."""
     forget_plans(monkeypatch)
     monkeypatch.setattr(_paged_kv_prefill, "_MIN_ROWS", 0)
     monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
     monkeypatch.setattr("rawops._paged_kv_cache.merge_states", lambda *_: pytest.fail("merged apart"))
-    if request.param == "waiting":
-        run_parts = _paged_kv_prefill.Prefill.run_parts
-
-        def never(*args):
-            parts = run_parts(*args)
-            return parts._replace(arrivals=parts.arrivals + (parts.arrivals > 0))
-
-        monkeypatch.setattr(_paged_kv_prefill.Prefill, "run_parts", never)
     select = _paged_kv_prefill_sm90.select
-    beside = request.param != "one after the other"
+    beside = request.param == "at the same time"
     monkeypatch.setattr(rawops.PagedKVCache, "_overlaps", lambda *_: beside)
 
     def check(common, owns, *, heads=(8, 2), D=64, page=16, splits=2, dtype="float16", layout="NHD", sms=0, scale=None):
@@ -79,7 +67,7 @@ def test_groups(cascade, heads):
 
 def test_many_items(cascade):
     """One block has more items than may wait for the prefix, and its ring wraps."""
-    cascade(64, (1, 2, 40, 0, 3) * 4, sms=1, splits=1)
+    cascade(64, (1, 2, 40, 0, 3) * 7, sms=1, splits=1)
 
 
 def test_many_parts(cascade):

@@ -29,10 +29,9 @@ struct OwnItem {
 
 // What the warps that multiply tell each other.
 struct OwnMeeting {
-    static constexpr int kLeft = 16;
+    static constexpr int kLeft = 64;
     float2 top[2][4][4];  // by parity of the stage, warp, and pair of rows
     float2 sum[4][4], base[4];
-    int is_common_there;
     int2 waiting[kLeft];  // items: query and first head
 };
 
@@ -58,7 +57,6 @@ template <class Tile> struct OwnExchange {
     __device__ void init() const {
         barriers.init(kWarpGroupSize / kWarpSize);
         work.init(1);
-        meeting.is_common_there = 0;
     }
 };
 
@@ -68,11 +66,17 @@ public:
     __device__ OwnProducer(const CascadeMaps& maps_, const CascadeParams& params_, const OwnExchange<Tile>& exchange_)
         : maps(maps_), params(params_), exchange(exchange_), lane(threadIdx.x % kWarpSize) {}
 
-    // Whoever is free takes the next item. What is known of it is looked up one stage ahead.
+    // Looks the first item up, as early as can be.
+    __device__ void begin() {
+        item = blockIdx.x;
+        length = length_of(item);
+        page = look_up(item, 0);
+    }
+
+    // Whoever is free takes the next item. Pages are looked up one stage ahead.
     __device__ void run() {
         RingPosition<Tile::PLACES> place;
         const int items = params.batch * params.kv_heads;
-        int item = blockIdx.x, length = length_of(item), page = look_up(item, 0);
 #pragma unroll 1
         while (item < items) {
             const int head = item % params.kv_heads;
@@ -80,18 +84,18 @@ public:
             if (lane == 0) work = {item / params.kv_heads, head, length};
             __syncwarp();
             put(place);
-            int next = take(), next_length = 0;
+            int ahead = look_up(item, Tile::TOKENS);
+            if (length > 0) load(0, length, page, head);
+            const int next = take();  // after the first copies: it takes long
 #pragma unroll 1
-            for (int token = 0; token < length; token += Tile::TOKENS) {
-                const bool is_last = token + Tile::TOKENS >= length;
-                if (is_last) next_length = length_of(next);
-                const int ahead = is_last ? look_up(next, 0) : look_up(item, token + Tile::TOKENS);
-                load(token, length, page, head);
+            for (int token = Tile::TOKENS; token < length; token += Tile::TOKENS) {
                 page = ahead;
+                ahead = look_up(item, token + Tile::TOKENS);
+                load(token, length, page, head);
             }
-            if (length == 0) page = look_up(next, 0), next_length = length_of(next);
             item = next;
-            length = next_length;
+            length = length_of(item);
+            page = look_up(item, 0);
         }
         OwnItem& work = exchange.work.next(place);
         if (lane == 0) work = {0, 0, -1};
@@ -105,6 +109,7 @@ private:
     const OwnExchange<Tile>& exchange;
     const int lane;
     RingPosition<Tile::STAGES> slot;
+    int item = 0, length = 0, page = -1;  // page: of the lane's box of the next stage
 
     __device__ void put(RingPosition<Tile::PLACES>& place) const {
         if (lane == 0) barrier_arrive(exchange.work.barriers.full(place.stage));
@@ -127,7 +132,7 @@ private:
     }
 
     __device__ int take() const {
-        const int taken = lane == 0 ? atomicAdd(params.done + kTaken, 1) : 0;
+        const int taken = lane == 0 ? atomicAdd(params.counters + kTaken, 1) : 0;
         return gridDim.x + __shfl_sync(~0u, taken, 0);
     }
 
