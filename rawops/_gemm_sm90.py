@@ -286,11 +286,12 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     """Predict the time of a configuration.
 
     A wave is as many tiles as there is room for at a time. It takes its main loop, but no less than the memory needs
-    for its share of b: up to a quarter more the more SMs are idle, and rows of a that are read again from the L2 count
-    a quarter. A K block of 128 rows takes ``block_n + 4`` or what its operands take to arrive, one of 64 rows the
-    latter. A tile takes 350 more, or what its epilogue takes, and what its part in a cluster and its low-rank part
-    take; that hides behind the main loop of the next if consumers take turns, but for what a longer epilogue than the
-    plain one takes away from it: the more the narrower the tile is, whose main loop needs more of the shared memory.
+    for its share of b: up to a quarter more the more SMs are idle, in the last wave too, and rows of a that are read
+    again from the L2 count a quarter. A K block of 128 rows takes ``block_n + 4`` or what its operands take to arrive,
+    one of 64 rows the latter. A tile takes 350 more, or what its epilogue takes, and what its part in a cluster and its
+    low-rank part take; that hides behind the main loop of the next if consumers take turns, but for what a longer
+    epilogue than the plain one takes away from it: the more the narrower the tile is, whose main loop needs more of the
+    shared memory.
     """
     cluster, rows = config.cluster, min(problem.M, config.block_m)
     columns = config.block_n + (problem.rank + _COST_OF_RIDING if config.rides else 0)
@@ -316,7 +317,11 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     memory += memory * (sm_count - config.blocks) // (4 * sm_count) if config.blocks < sm_count else 0
     cost = config.waves * finish
     for wave in range(config.waves):
-        cost += max(main_loop, memory * min(tiles - wave * at_a_time, at_a_time) // tiles)
+        share = min(tiles - wave * at_a_time, at_a_time)
+        needed = memory * share // tiles
+        if wave > 0 and config.block_m == 64 and cluster <= 2 and not problem.grouped:
+            needed += needed * (at_a_time - share) // (4 * at_a_time)
+        cost += max(main_loop, needed)
     return cost
 
 

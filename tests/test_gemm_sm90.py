@@ -315,6 +315,11 @@ def test_decoding_keeps_the_memory_busy(M, N, K, k_major):
     assert config.stages * config.block_n * 128 >= 65536
 
 
+def test_a_last_wave_that_is_not_full_costs():
+    """One wave of 128 tiles, 224 wide, rather than 1.7 waves of tiles 128 wide."""
+    assert sm90.select_config(sm90.Problem(2, 28672, 4096), **H200).waves == 1
+
+
 def test_split_is_left_to_another_kernel():
     """Where K is so long and tiles are so few that clusters leave most SMs idle."""
 
