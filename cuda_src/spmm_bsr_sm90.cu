@@ -11,7 +11,7 @@ constexpr int kCluster = 2;  // neighbouring groups, which need the same rows of
 
 // The ring that the fetching warp fills.
 template <class T, int WARPS, int STAGES> struct BsrBoxRing {
-    using Chunk = BsrChunk<T, 8>;
+    using Chunk = BsrChunk<T, 32 / sizeof(T)>;
     static constexpr bool kRounded = true;
 
     uint32_t base;

@@ -57,7 +57,7 @@ class Layout:
 _STATIC_BYTES = 1 << 10  # of shared memory, at most
 # By the bytes of a value, as in spmm_bsr_sm90.cu and spmm_bsr.cu
 _SM90 = {
-    2: Layout(warps=16, rows=2, columns=8, cluster=2, itemsize=2),
+    2: Layout(warps=16, rows=2, columns=16, cluster=2, itemsize=2),
     4: Layout(warps=8, rows=4, columns=8, cluster=2, itemsize=4),
 }
 _SM80 = {
@@ -90,8 +90,8 @@ BSR_SM90 = KernelSpec(
     template=("dtype", "warps", "rows", "stages"),
     choices={"dtype": ("float16", "bfloat16", "float32"), **_HEIGHTS, "stages": _STAGES},
     smoke=(
-        {"dtype": "float16", "warps": 16, "rows": 1, "stages": 14},
-        {"dtype": "bfloat16", "warps": 16, "rows": 2, "stages": 14},
+        {"dtype": "float16", "warps": 16, "rows": 1, "stages": 7},
+        {"dtype": "bfloat16", "warps": 16, "rows": 2, "stages": 7},
         *({"dtype": "float32", "warps": 8, "rows": rows, "stages": 7} for rows in (1, 4)),
     ),
     min_arch=90,
