@@ -195,7 +195,7 @@ template <int BUFFERS> struct RowsInTurn : NotSorted {
                 AdaptersOfRows<Tile, BUFFERS>(adapters, work.n, first, self).add(sum[i]);
             }
         }
-        const typename Tile::Factors factors(params, work, self);
+        const typename Tile::Factors factors(params, work, work.n, self, alpha);
 #pragma unroll
         for (int number = 0; number < Tile::PASSES; ++number) {
             const Pass<Tile> pass(number);

@@ -72,7 +72,7 @@ template <int BUFFERS, bool kInOrder_> struct SortedRows {
                                   const typename Tile::Epilogue& epilogue, float alpha, const GemmParams& params,
                                   const Adapters& adapters, const Work& work, const Consumer& self) {
         passes.add(*reinterpret_cast<float(*)[Staged<Tile>::Columns::ATOMS][4]>(&sum[0]));
-        const typename Tile::Factors factors(params, work, self);
+        const typename Tile::Factors factors(params, work, work.n, self, alpha);
         if constexpr (Tile::kFinish == kDirect) {
             using Group = typename Tile::Epilogue::Group;
             const RowsPutBack<typename Tile::Epilogue> put_back{epilogue, adapters};
