@@ -11,7 +11,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 FLOAT8 = "float8_e4m3fn"
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are made for; others are padded inside
 MOST_SPLITS = 256
-_L2_BYTES = 32 << 20  # of keys and values that stay in the L2 while a section of heads is at work
+L2_BYTES = 32 << 20  # of keys and values that stay in the L2 while a section of heads is at work
 _MAX_GRID = 65535  # blocks along y and z
 LONGEST = 1 << 30  # keys or queries of a sequence are fewer: sums of two fit 32 bits
 UNLIMITED = LONGEST  # a window bound
@@ -304,7 +304,7 @@ def grid_of(problem: Problem, row_tiles: int, units: int) -> tuple[int, int, int
     most = 1
     if problem.is_masked:
         head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-        most = _L2_BYTES // max(head_bytes, 1) * problem.group
+        most = L2_BYTES // max(head_bytes, 1) * problem.group
     section = next(s for s in range(max(1, min(units, most)), 0, -1) if units % s == 0)
     if units // section > _MAX_GRID:
         section = units

@@ -16,6 +16,7 @@ from rawops._attention_config import (
     DROPS,
     FLOAT8,
     HEAD_DIMS,
+    L2_BYTES,
     PARAMS,
     SCORES,
     SOFTCAP,
@@ -35,7 +36,6 @@ _KEYS_SCORED = {64: 128, 96: 128, 128: 112, 192: 96, 256: 64}
 _KEYS_8BIT = {64: 128, 96: 192, 128: 192, 192: 128, 256: 96}
 TASK_BYTES = 68  # of an AttentionTask
 _ROOM_BYTES = 226 << 10  # of shared memory for operands
-_L2_BYTES = 32 << 20  # of keys and values that stay in the L2 while a section of heads is at work
 
 _TEMPLATE = ("dtype", "head_dim", "head_dim_v", "consumers", "block_n", "stages", "turns", "score", "out_dtype")
 SM90 = KernelSpec(
@@ -192,7 +192,7 @@ def select_config(problem: Problem, sm_count: int, num_splits: int | None = None
 
 def section_of(rows: int, columns: int) -> int:
     """Return how many KV heads go together, of whose operands that many rows and columns of 16 bits stay in the L2."""
-    return max(1, _L2_BYTES // max(rows * columns * 2, 1))
+    return max(1, L2_BYTES // max(rows * columns * 2, 1))
 
 
 def supports(device, problem: Problem, views: Mapping[str, View]) -> bool:

@@ -36,8 +36,8 @@ KERNEL = KernelSpec(
     template=_TEMPLATE,
     choices={
         "dtype": DTYPES,
-        "head_dim": (64, 128),
-        "stages": (2, 3, 4, 6),
+        "head_dim": tuple(STAGES),
+        "stages": tuple(STAGES.values()),
     },
     smoke=[dict(zip(_TEMPLATE, ("float16", d, STAGES[d]), strict=True)) for d in STAGES],
     min_arch=90,
@@ -102,13 +102,12 @@ def plan(device, pool: Pool, q, out_strides: list, scale: float, skipped: int) -
     head_dim, dtype = pool.head_dim, dtypes.name(q.dtype)
     page, values, token, head, dim, table_stride, num_pages, *_ = pool.numbers
     group = q.shape[1] // pool.num_heads
-    choices = {"dtype": dtype, "head_dim": head_dim}
     stages = STAGES[head_dim]
     q_row, q_head, _ = (s // q.dtype.itemsize for s in q.strides)
     view = hopper.View((num_pages, pool.page_size, pool.num_heads, head_dim), (page, token, head, dim), 0)
     describe = hopper.pages_map(dtype, pool, view, head_dim, _TOKENS, 128)
     return Launch(
-        function=KERNEL.kernel(device, stages=stages, **choices),
+        function=KERNEL.kernel(device, dtype=dtype, head_dim=head_dim, stages=stages),
         blocks=min(pool.batch * pool.num_heads, device.sm_count),
         threads=128 + 32,
         shared_bytes=_shared_bytes(head_dim, stages),

@@ -123,7 +123,7 @@ def takes(pool: Pool, q, q_address: int, num_splits: int, beside: bool = False) 
     if not pool.batch or pool.dtype not in DTYPES or pool.access != 16 or num_splits or access_of(q, q_address) != 16:
         return False
     rows = q.shape[0] * (q.shape[1] // pool.num_heads)
-    return rows >= (min(cascade.MIN_ROWS, _MIN_ROWS) if beside else _MIN_ROWS) * pool.batch
+    return rows >= (cascade.MIN_ROWS if beside else _MIN_ROWS) * pool.batch
 
 
 def plan(

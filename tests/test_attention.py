@@ -417,7 +417,7 @@ def test_short_queries_pack_and_split():
 @pytest.mark.parametrize("masked", [False, True])
 def test_grid_has_each_tile_of_each_head_once(device, rng, monkeypatch, masked):
     """Sections of heads under a mask, and more row tiles than the grid may have."""
-    monkeypatch.setattr(config, "_L2_BYTES", 2 * 140 * 4 * 64)
+    monkeypatch.setattr(config, "L2_BYTES", 2 * 140 * 4 * 64)
     of_two_heads = problem(seqlen_k=140, head_dim=64, head_dim_v=64, window_right=0 if masked else config.UNLIMITED)
     assert config.grid_of(of_two_heads, 3, 6) == ((2, 3, 3) if masked else (1, 3, 6))
     inputs = operands(rng, B=2, Sq=150, Sk=140, Hq=3, Hkv=3)

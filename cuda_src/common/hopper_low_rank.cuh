@@ -114,8 +114,8 @@ template <class Tile> struct StagedLoraB {
     }
 };
 
-// acc += scaling * y @ lora_b, RANK ranks of both, of which the first `ranks` exist. An infinite entry of lora_b meets the first of the parts of y alone: times one that is 0
-// it would make a NaN.
+// acc += scaling * y @ lora_b, RANK ranks of both, of which the first `ranks` exist. An infinite entry of lora_b meets
+// the first of the parts of y alone: times one that is 0 it would make a NaN.
 template <class Tile>
 __device__ inline void add_rank_product(typename Tile::Finished& acc, const typename Tile::LowRank::Accumulators& y,
                                         const LowRankCall& low_rank, int ranks, uint32_t address,

@@ -59,7 +59,7 @@ template <int ROWS, int HEAD_DIM> struct PairMail {
 
     __device__ uint32_t barrier() { return shared_address(&arrived); }
 
-    // By all threads of both blocks, before anything is sent; then await_pair().
+    // By all threads of both blocks, before anything is sent; then cluster_wait().
     __device__ void open(int rows) {
         if (threadIdx.x == 0) {
             barrier_init(barrier(), 1);
