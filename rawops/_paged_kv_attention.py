@@ -110,8 +110,7 @@ def _smoke(
     rows = 16 if ragged else 8
     config = select_config(head_dim, kv_dtype, rows, is_shared, 232448)
     choices = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": head_dim, "access": access, "ragged": ragged}
-    choices |= {"rows": rows, "heads": heads}
-    return choices | {"warps": config.warps, "stages": config.stages, "blocks": config.blocks}
+    return choices | {"rows": rows, "heads": heads} | dataclasses.asdict(config)
 
 
 KERNEL = KernelSpec(
@@ -230,16 +229,12 @@ def plan_launch(
     together = _heads_of_item(device, pool, group, ragged)
     kv_heads, group = pool.num_heads // together, group * together
     rows = 8 if group <= 8 and not ragged else _ROWS
-    shares = 2 * device.sm_count // max(pool.batch * kv_heads * -(-group // rows), 1)
     may_cluster = not ragged and not options.num_splits and padded <= 128 and pool.dtype in DTYPES
     may_cluster = may_cluster and group <= _CLUSTER_ROWS and CLUSTERS.exists_on(device.capability)
-    has_two_sms = may_cluster and padded == 128 and _in_pairs(device.sm_count, pool.batch * kv_heads)
-    is_shared = not options.num_splits and (shares > _MANY_BLOCKS or (has_two_sms and pool.capacity >= _LONG))
-    is_shared = is_shared or together > 1
-    tile = select_config(padded, pool.dtype, rows, is_shared, device.max_shared_bytes)
+    is_shared = not options.num_splits and _is_shared(device, pool, kv_heads, -(-group // rows), may_cluster)
+    tile = select_config(padded, pool.dtype, rows, is_shared or together > 1, device.max_shared_bytes)
     choices = {"dtype": dtypes.name(q.dtype), "kv_dtype": pool.dtype, "head_dim": padded}
-    choices |= {"access": pool.access, "ragged": ragged, "rows": rows, "heads": together}
-    choices |= {"warps": tile.warps, "stages": tile.stages, "blocks": tile.blocks}
+    choices |= {"access": pool.access, "ragged": ragged, "rows": rows, "heads": together} | dataclasses.asdict(tile)
     row_tiles = -(-total_q * group // _ROWS) + pool.batch if ragged else -(-group // _ROWS) * pool.batch
     items, tiles = kv_heads * row_tiles, max(-(-pool.capacity // 16), 1)
     _check_tiles(function, items * tiles)
@@ -290,6 +285,14 @@ def _heads_of_item(device, pool: Pool, group: int, ragged: bool) -> int:
     can_share = is_short and pool.has_neighbours and pool.num_heads % 2 == 0 and group <= 4 and not ragged
     total = 2 * pool.batch * pool.capacity * pool.num_heads * pool.head_dim
     return 2 if can_share and total >= _MUCH * device.sm_count else 1
+
+
+def _is_shared(device, pool: Pool, kv_heads: int, row_tiles: int, may_cluster: bool) -> bool:
+    """Tell whether so many blocks share an item, or two SMs a long one, that larger blocks are better."""
+    items = pool.batch * kv_heads
+    if 2 * device.sm_count // max(items * row_tiles, 1) > _MANY_BLOCKS:
+        return True
+    return may_cluster and pool.head_dim > 96 and pool.capacity >= _LONG and _in_pairs(device.sm_count, items)
 
 
 def _in_pairs(places: int, items: int) -> bool:
