@@ -15,6 +15,7 @@ def cascade(hopper, rng, monkeypatch, request):
     """A cache whose sequences begin alike, and its decode beside float64 attention."""
     forget_plans(monkeypatch)
     monkeypatch.setattr(_paged_kv_prefill, "_MIN_ROWS", 0)
+    monkeypatch.setattr(_paged_kv_cascade_sm90, "MIN_ROWS", 0)
     monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
     monkeypatch.setattr("rawops._paged_kv_cache.merge_states", lambda *_: pytest.fail("merged apart"))
     select = _paged_kv_prefill_sm90.select
