@@ -61,7 +61,7 @@ SM90 = spec_of(
     "gemm_8bit_sm90",
     {**_HOPPER_CHOICES, **_FINISH, "ping_pong": (False, True)},
     (_E4M3, "bfloat16", "bfloat16", 128, 256, 3, IN_PLACE, False, 0, PLAIN, False),
-    (_E4M3, "bfloat16", "bfloat16", 128, 176, 4, PROMOTED, True, 0, PLAIN, False),
+    (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, PROMOTED, True, 0, PLAIN, False),
     (_E4M3, "bfloat16", "bfloat16", 128, 192, 4, BLOCK_SCALED, False, 0, PLAIN, False),
     (_E4M3, "float8_e4m3fn", "bfloat16", 128, 160, 5, PROMOTED, False, 2, DIRECT, False),
     (_E4M3, "float16", "float16", 64, 160, 6, COLUMN_SCALED, False, 0, STAGED, False),

@@ -113,11 +113,12 @@ def flash_attention(
     Notes
     -----
     Products accumulate in float32, as do maximum, sum and result of each row; the weights are rounded to the inputs'
-    dtype for the product with v. Nothing synchronises, no atomics: the same call gives the same bits. A NaN or an
-    infinity at a hidden key stays hidden. To capture it in a CUDA graph, use `FlashAttention` with ``out=``.
+    dtype for the product with v. Nothing synchronises, and nothing is added up by atomics: the same call gives the same
+    bits. A NaN or an infinity at a hidden key stays hidden. To capture it in a CUDA graph, use `FlashAttention` with
+    ``out=``.
 
     q, k and v of float8_e4m3fn give bfloat16, or float16 with an ``out`` of it. Weights are then rounded to float8,
-    after they were multiplied by 64, which its range has room for; the tensor cores add products of float8 with
+    after they were multiplied by 16, which its range has room for; the tensor cores add products of float8 with
     about 14 bits. It takes causality and windows, and rows of multiples of 16 bytes, on Hopper.
     """
     options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
