@@ -152,13 +152,13 @@ def paged_attention(
 
     Notes
     -----
-    Slots past a length, and table entries past the last page or before the window, are not read. A length past the
-    table counts as all of the table; a page id out of range stands for keys and values of zero; offsets of queries are
-    clamped to the rows of q. With ``RAWOPS_CHECK=1`` all of these raise ValueError, which waits for the device.
-    Otherwise nothing synchronises, and the same call gives the same bits. After a first call on a stream, calls with
-    ``out=`` can be captured there in a CUDA graph: each replay follows the lengths and tables as they are then. Calls
-    on one stream, and graphs captured on it, share a workspace, so replay such a graph on that stream or in order with
-    it.
+    What slots past a length hold changes no result, NaN too. Table entries past the last page or before the window
+    lead nowhere. A length past the table counts as all of the table; a page id out of range stands for keys and
+    values of zero; offsets of queries are clamped to the rows of q. With ``RAWOPS_CHECK=1`` all of these raise
+    ValueError, which waits for the device. Otherwise nothing synchronises, and the same call gives the same bits.
+    After a first call on a stream, calls with ``out=`` can be captured there in a CUDA graph: each replay follows
+    the lengths and tables as they are then. Calls on one stream, and graphs captured on it, share a workspace, so
+    replay such a graph on that stream or in order with it.
     """
     options = options_of("paged_attention", causal, softmax_scale, window, softcap, num_splits)
     operands = (q, pages, block_table, seq_lens, cu_seqlens_q, alibi_slopes, k_scale, v_scale, out)
