@@ -10,85 +10,14 @@
 // A cluster works on one tile, each block on a slice of K. Then every block adds up a share of the columns from the
 // partial sums of all, in the order of their ranks, and finishes it.
 #pragma once
+#include "hopper_copies.cuh"
 #include "hopper_finish.cuh"
-#include "hopper_low_rank.cuh"
 #include "hopper_tf32.cuh"
 
 namespace rawops {
 
-struct GemmMaps {
-    // Axes from the outermost: three of the batch, then the two of the matrix as they lie in memory. Of a transposed tile
-    // a and b are in each other's place.
-    TensorMap a, b, d;
-};
-
-// Shared addresses of what producer and consumers pass each other.
-template <class Tile> struct Exchange {
-    uint32_t ring, scales;
-    RingBarriers<Tile::STAGES> barriers;
-    RingBarriers<1> lora_b_barriers;
-    uint32_t turns;
-
-    __device__ explicit Exchange(uint32_t shared)
-        : ring(shared),
-          scales(shared + Tile::SCALES_AT),
-          barriers{shared + Tile::BARRIERS_AT},
-          lora_b_barriers{barriers.base + barriers.BYTES},
-          turns(lora_b_barriers.base + lora_b_barriers.BYTES) {}
-
-    // Where lora_b is for a tile that has gone through the stages before `slot`: in the place of b in that one. A block
-    // of a cluster, which has one tile, has a place for it.
-    struct Place {
-        uint32_t address, full, empty, phase;
-    };
-    __device__ Place lora_b(const RingPosition<Tile::STAGES>& slot) const {
-        if constexpr (Tile::CLUSTER > 1) {
-            return {ring + Tile::LORA_B_AT, lora_b_barriers.full(0), lora_b_barriers.empty(0), 0};
-        } else {
-            const uint32_t address = ring + slot.stage * Tile::STAGE_BYTES + Tile::A_BYTES;
-            return {address, barriers.full(slot.stage), barriers.empty(slot.stage), slot.phase};
-        }
-    }
-
-    // By one thread; a __syncthreads() must follow. Spread over the lanes of a warp it takes longer: they wait for the
-    // fence one after the other.
-    __device__ void init() const {
-        if constexpr (Tile::kPingPong) {
-            barrier_init(turns, 1);
-            barrier_init(turns + 8, 1);
-        }
-        if constexpr (Tile::LowRank::RANK > 0) lora_b_barriers.init(Tile::CONSUMERS);
-        const int releases = (Tile::kPingPong ? 1 : Tile::CONSUMERS) * Tile::Scaling::RELEASES * Tile::SHARERS;
-        barriers.init(releases, 1 + Tile::Scaling::LOADERS + Tile::LowRank::LOADERS);
-    }
-};
-
-// For whom: this block, this block and nobody after it, both blocks of a pair.
-enum Reader : int { kOwn, kOnce, kForBoth };
-
-// Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and K_EXTENT along K. They
-// may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX.
-template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_BYTES = 128, int kReader = kOwn>
-__device__ inline void load_operand(uint32_t destination, const TensorMap& map, TensorCoordinates from, int mn, int k,
-                                    uint32_t full, int distance = 0) {
-    constexpr int BOX = kKMajor ? EXTENT / PARTS : MN_BOX, BOXES = EXTENT / BOX;
-#pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
-        const int at = mn + box % (BOXES / PARTS) * BOX + box / (BOXES / PARTS) * distance;
-        from.at[0] = kKMajor ? k : at;
-        from.at[1] = kKMajor ? at : k;
-        if constexpr (kReader == kOnce) tma_load_once(destination + box * BOX * K_BYTES, map, from, full);
-        else if constexpr (kReader == kForBoth) tma_load_multicast(destination + box * BOX * K_BYTES, map, from, full, 3);
-        else tma_load(destination + box * BOX * K_BYTES, map, from, full);
-    }
-}
-
-// Rows of a's tile that no copy brings, where a has fewer than a tile: the box is as high as a, in eights.
-template <class Tile> __device__ inline int missing_rows(int M) {
-    return Tile::kAKMajor && M < Tile::BLOCK_M ? Tile::BLOCK_M - ceil_div(M, 8) * 8 : 0;
-}
-
-// Their zeros, and those of ranks that do not exist, in every stage, by all consumers: they make what is not part of D.
+// Zeros for what no copy brings, missing rows of a and ranks that do not exist, in every stage, by all consumers: they make
+// what is not part of D.
 template <class Tile> __device__ inline void clear_missing(uint32_t ring, int M, const Consumer& self) {
     constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize;
     auto clear = [&](int begin, int end) {
@@ -107,117 +36,6 @@ template <class Tile> __device__ inline void clear_missing(uint32_t ring, int M,
     if constexpr (Tile::LowRank::kPacked) clear(Tile::STAGE_BYTES - EightRanks::BYTES, Tile::STAGE_BYTES);
     fence_async_proxy();
     sync_group<3, THREADS>();
-}
-
-// The producer: one thread that keeps the ring full.
-template <class Tile>
-__device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCallOf<Tile>* low_rank,
-                                  const Schedule<Tile>& schedule, const Exchange<Tile>& exchange) {
-    using LowRank = typename Tile::LowRank;
-    const int missing = LowRank::kPacked ? EightRanks::BYTES : LowRank::LOADERS > 0 ? LowRank::RANK * 128 : 0;
-    const int bytes = Tile::STAGE_BYTES - missing_rows<Tile>(shape.M) * Tile::SPAN - missing;
-    RingPosition<Tile::STAGES> slot;
-#pragma unroll 1
-    for (int index = schedule.first; index < schedule.count; index += schedule.step) {
-        const Work work = schedule.at(index);
-        const TensorCoordinates a = work.matrix_of(Tile::kTransposed ? shape.b : shape.a);
-        const TensorCoordinates b = work.matrix_of(Tile::kTransposed ? shape.a : shape.b);
-        auto load_b = [&](int block, uint32_t stage, uint32_t full) {
-            const int k = (schedule.first_block + block) * Tile::BLOCK_K;
-            const uint32_t to = stage + Tile::A_BYTES;
-            const int up = shape.epilogue.cols;
-            if constexpr (Tile::kPairs) {
-                constexpr int HALF = Tile::BLOCK_N / 2;
-                const int skipped = cluster_rank() * HALF;
-                load_operand<Tile::kBKMajor, HALF, 1, 64, 128, kForBoth>(to + skipped * 128, maps.b, b, work.n + skipped, k,
-                                                                         full);
-            } else if (Tile::kStreams && shape.M <= Tile::BLOCK_M && shape.batches == 1) {
-                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(to, maps.b, b, work.n, k, full, up);
-            } else {
-                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(to, maps.b, b, work.n, k, full, up);
-            }
-        };
-        if (Tile::kWaits && index == schedule.first) await_launch_before();
-        int ahead = 0;
-        if constexpr (LowRank::kSorted && !LowRank::kInOrder) {
-            if (index == schedule.first) {  // a is being sorted, b is there
-                ahead = min_of(schedule.k_blocks, Tile::STAGES);
-#pragma unroll 1
-                for (int block = 0; block < ahead; ++block) {
-                    barrier_arrive_expect(exchange.barriers.full(block), bytes);
-                    load_b(block, exchange.ring + block * Tile::STAGE_BYTES, exchange.barriers.full(block));
-                }
-                await_launch_before();
-            }
-        }
-#pragma unroll 1
-        for (int block = 0; block < schedule.k_blocks; ++block) {
-            const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
-            const uint32_t full = exchange.barriers.full(slot.stage);
-            const int k = (schedule.first_block + block) * Tile::BLOCK_K;
-            if (!LowRank::kSorted || block >= ahead) {
-                barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
-                barrier_arrive_expect(full, bytes);
-                load_b(block, stage, full);
-            }
-            load_operand<Tile::kAKMajor, Tile::BLOCK_M, 1, Tile::SPAN / Tile::ITEM_BYTES>(stage, maps.a, a, work.m, k,
-                                                                                          full);
-            if constexpr (LowRank::kPacked) {
-                tma_load(stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {0, k / 8, 0, 0, 0}, full);
-            } else if constexpr (LowRank::kRides && LowRank::LOADERS == 0) {
-                load_operand<LowRank::kAKMajor, LowRank::RANK, 1, LowRank::RANK>(
-                    stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {}, 0, k, full);
-            }
-            slot.advance();
-        }
-        if constexpr (LowRank::RANK > 0) {
-            const int n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : 0);
-#pragma unroll 1
-            for (int rank = 0; rank < low_rank->rank; rank += LowRank::RANK) {
-                const auto place = exchange.lora_b(slot);
-                barrier_wait(place.empty, place.phase ^ 1);
-                barrier_arrive_expect(place.full, Tile::LORA_B_BYTES);
-                load_operand<LowRank::kBKMajor, Tile::SHARE * Tile::PARTS, Tile::PARTS, Tile::BOX_COLS,
-                             LowRank::RANK * 2>(place.address, low_rank->b, {}, n, rank, place.full,
-                                                shape.epilogue.cols);
-                slot.advance();
-            }
-        }
-    }
-}
-
-// A warp that copies lora_a, 16 ranks, to the stages.
-template <class Tile>
-__device__ inline void copy_lora_a(const GemmShape& shape, const LowRankCall& low_rank, const Schedule<Tile>& schedule,
-                                   const Exchange<Tile>& exchange) {
-    using T = typename Tile::T;
-    const int lane = threadIdx.x % kWarpSize, half = lane % 2, bytes = clamp(low_rank.rank - half * 8, 0, 8) * 2;
-    StageCopies<Tile::STAGES, min_of(Tile::STAGES - 2, 3)> copies{exchange.barriers};
-    RingPosition<Tile::STAGES> slot;
-    await_launch_before();
-#pragma unroll 1
-    for (int index = schedule.first; index < schedule.count; index += schedule.step) {
-#pragma unroll 1
-        for (int block = 0; block < schedule.k_blocks; ++block) {
-            const uint32_t to = exchange.ring + slot.stage * Tile::STAGE_BYTES + Tile::A_BYTES + Tile::B_BYTES;
-            const int k = (schedule.first_block + block) * Tile::BLOCK_K;
-            barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
-#pragma unroll
-            for (int row = lane / 2; row < Tile::BLOCK_K; row += kWarpSize / 2) {
-                const T* from = static_cast<const T*>(low_rank.elements) + (k + row) * low_rank.a_row + half * 8;
-                const bool exists = k + row < shape.K && bytes > 0;
-                cp_async<16>(to + swizzled_offset<32>(row, half), exists ? from : low_rank.elements, exists ? bytes : 0);
-            }
-            copies.commit();
-            slot.advance();
-        }
-        if constexpr (Tile::CLUSTER == 1) {  // lora_b comes through the ring
-            barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
-            copies.commit();
-            slot.advance();
-        }
-    }
-    copies.finish();
 }
 
 // acc = a @ b, and y = a @ lora_a if it rides, over the next k_blocks stages. One batch of products stays in
