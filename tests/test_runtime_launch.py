@@ -1,8 +1,11 @@
 """`Kernel` launches: arguments, structs, views, shared memory, bad calls. On the GPU or in the emulator."""
 
+import functools
 import itertools
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -11,6 +14,7 @@ import pytest
 
 import rawops
 from rawops._runtime import arrays
+from rawops._runtime import device as devices
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -324,3 +328,21 @@ def test_launches_are_reported_in_order():
     assert [r.kernel for r in emu.report] == ["saxpy<float>"] * 4
     assert [r.grid for r in emu.report] == [(1, 1, 1), (1, 1, 1), (2, 1, 1), (2, 1, 1)]
     assert [r.block for r in emu.report] == [(32, 1, 1), (16, 2, 1)] * 2
+
+
+@pytest.mark.parametrize("kind", ["CudaDevice", "EmulatedDevice"])
+def test_threads_that_come_first_share_a_device(monkeypatch, kind):
+    # else a matrix or a cache that one of them makes would be on "another" device for all others, for good
+    both = threading.Barrier(2, timeout=30)
+
+    def make(*_, **__):
+        both.wait()
+        return object()
+
+    monkeypatch.setattr(devices, kind, make)
+    monkeypatch.setattr(devices, "_devices", {}, raising=False)
+    get, arguments = (devices.cuda, (0,)) if kind == "CudaDevice" else (devices._default_emulator, ())
+    get = functools.cache(get.__wrapped__)  # which no thread has called yet
+    with ThreadPoolExecutor(2) as threads:
+        first, second = [call.result() for call in [threads.submit(get, *arguments) for _ in range(2)]]
+    assert first is second is get(*arguments)

@@ -292,10 +292,14 @@ class _capture_allowed:
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
 
 
+# What threads that come first at the same time all get: functools.cache alone would let each make and keep its own.
+_devices: dict = {}
+
+
 @functools.cache
 def cuda(ordinal: int) -> CudaDevice:
     """Return the CUDA device with this number."""
-    return CudaDevice(ordinal)
+    return _devices.setdefault(ordinal, CudaDevice(ordinal))
 
 
 # --- the emulator ---------------------------------------------------------------------------------------------------
@@ -451,7 +455,7 @@ def standing_in(device):
 
 @functools.cache
 def _default_emulator() -> EmulatedDevice:
-    return emulate().device
+    return _devices.setdefault("emulator", emulate().device)
 
 
 def emulated() -> EmulatedDevice | None:
