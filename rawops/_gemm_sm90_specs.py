@@ -32,7 +32,14 @@ _LOW_RANK_CHOICES = {
 }
 
 
-def spec_of(source: str, entry: str, choices: dict, *smoke: tuple, params: ParamStruct | None = None) -> KernelSpec:
+def spec_of(
+    source: str,
+    entry: str,
+    choices: dict,
+    *smoke: tuple,
+    params: ParamStruct | None = None,
+    spills: dict[str, int] | None = None,
+) -> KernelSpec:
     """Declare a kernel of Hopper's own whose template takes `choices` in order, as the smoke instances do."""
     return KernelSpec(
         source=source,
@@ -43,6 +50,7 @@ def spec_of(source: str, entry: str, choices: dict, *smoke: tuple, params: Param
         min_arch=90,
         max_arch=90,
         params=params,
+        spills=spills,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rawops import _gemm_sm90_specs as specs
 from rawops._gemm_config import ACTIVATIONS, SWIGLU
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
@@ -26,17 +27,8 @@ def spec_of(params: ParamStruct, types: dict[str, tuple]) -> KernelSpec:
         ("float16", "float16", "float16", 2, False, 16, SWIGLU),
         ("bfloat16", "float32", "float32", 1, True, 32, SWIGLU),
     )
-    return KernelSpec(
-        source="gemv_w4.cu",
-        entry="rawops::gemv_w4",
-        template=tuple(choices),
-        choices=choices,
-        smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
-        min_arch=90,
-        max_arch=90,
-        params=params,
-        spills={"sm_90a": 48},  # with zero points or float4, where 64 registers are a few too few
-    )
+    spills = {"sm_90a": 48}  # with zero points or float4, where 64 registers are a few too few
+    return specs.spec_of("gemv_w4.cu", "gemv_w4", choices, *smoke, params=params, spills=spills)
 
 
 def takes(M: int, K: int, cols: int, parts: int, group: int, b_k_major: bool | None) -> bool:

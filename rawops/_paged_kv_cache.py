@@ -223,8 +223,9 @@ class PagedKVCache:
             with self._lock:
                 batch = self._batch(_names_of(function, sequences))
                 pages = batch.shared_pages(self._allocator)
-                if pages and (cascade or self._saves(pages, q, batch)):
-                    return self._cascade(function, q, batch, pages, out, return_lse, options)
+                beside = pages > 0 and self._overlaps(batch, pages * self.page_size, q)
+                if pages and (cascade or self._saves(pages, q, batch, beside)):
+                    return self._cascade(function, q, batch, pages, beside, out, return_lse, options)
         elif cascade:
             checks.fail(ValueError, function, "cascade", f"be False with any of {', '.join(_APART)}", cascade)
         return self._attend(function, q, sequences, None, out, return_lse, options)
@@ -390,10 +391,9 @@ class PagedKVCache:
             operands += (self.k_scale, self.v_scale, out)
             return attend(function, operands, asked, return_lse, self.layout, self._workspace)
 
-    def _saves(self, pages: int, q, batch: Batch) -> bool:
-        together = self._overlaps(batch, pages * self.page_size, q)
+    def _saves(self, pages: int, q, batch: Batch, beside: bool) -> bool:
         rows = cascade_sm90.rows_of(q, self.num_kv_heads)
-        return cascade_sm90.saves(len(batch.names), rows, pages * self.pages[:1].nbytes, together)
+        return cascade_sm90.saves(len(batch.names), rows, pages * self.pages[:1].nbytes, beside)
 
     def _overlaps(self, batch: Batch, common: int, q) -> bool:
         """Tell whether launches for a common prefix and for the rest go at the same time, as far as is known here."""
@@ -401,7 +401,7 @@ class PagedKVCache:
         sizes = self.num_kv_heads, self.head_dim, cascade_sm90.rows_of(q, self.num_kv_heads)
         return self.k_scale is None and cascade_sm90.overlaps(self._device, own, *sizes)
 
-    def _cascade(self, function: str, q, batch: Batch, pages: int, out, return_lse: bool, options: dict):
+    def _cascade(self, function: str, q, batch: Batch, pages: int, beside: bool, out, return_lse: bool, options: dict):
         asked = _asked(function, options | {"causal": False})
         if out is not None:
             (queries, target), _ = arrays.take(function, q=q, out=out)
@@ -412,7 +412,6 @@ class PagedKVCache:
         prefix, table, scales = batch.prefix, batch.block_table, (self.k_scale, self.v_scale)
         shared = (q, self.pages, table[:1, :pages], prefix[2:], prefix[:2], None, *scales, None)
         own = (q, self.pages, table[:, pages:], batch.seq_lens, None, None, *scales, out)
-        beside = self._overlaps(batch, common, q)
         parts = attend_to_prefix(function, shared, replace(asked, beside=beside), self.layout, self._workspace)
         after = replace(asked, skipped=common, beside=parts is not None and parts.leaves_room)
         if parts is not None:
