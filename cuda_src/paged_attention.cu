@@ -95,10 +95,12 @@ public:
             // What is asked for before the copies does not wait for them.
             const int b = threadIdx.x;
             const bool looks = !is_new && b < params.work.batch;
-            const int length = looks ? load_now(params.work.seq_lens + b) : 0;
+            const int length = looks ? load_past_l1(params.work.seq_lens + b) : 0;
             int now[STAGES];
 #pragma unroll
-            for (int i = 0; i < STAGES; ++i) now[i] = kTrustsPages && !is_new && from[i] ? load_now(from[i]) : page[i];
+            for (int i = 0; i < STAGES; ++i) {
+                now[i] = kTrustsPages && !is_new && from[i] ? load_past_l1(from[i]) : page[i];
+            }
             if (schedule.count > 0) read_query(Rows(schedule.begin, params.work));
             if (kCopiesEarly) refill();
             if (is_new) break;
@@ -175,19 +177,16 @@ private:
 
     // --- lengths, as planned with ---
 
-    static __device__ int load_now(const int* from) {  // not from the L1
-        int x;
-        asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-        return x;
-    }
     __device__ void keep_lengths(int* kept) const {
-        for (int b = threadIdx.x; b < params.work.batch; b += Shape::THREADS) kept[b] = load_now(params.work.seq_lens + b);
+        for (int b = threadIdx.x; b < params.work.batch; b += Shape::THREADS) {
+            kept[b] = load_past_l1(params.work.seq_lens + b);
+        }
         __syncthreads();
     }
     __device__ bool have_changed(const int* kept, int begin) const {
         bool has_changed = false;
         for (int b = begin; b < params.work.batch; b += Shape::THREADS) {
-            has_changed |= kept[b] != load_now(params.work.seq_lens + b);
+            has_changed |= kept[b] != load_past_l1(params.work.seq_lens + b);
         }
         return has_changed;
     }
@@ -207,7 +206,7 @@ private:
         if (token >= place.sequence.first_key && token < place.sequence.length) {
             const int64_t row = place.b * params.pool.table_stride;
             from = params.pool.block_table + row + (token >> params.pool.page_shift);
-            next.page = load_now(from);
+            next.page = load_past_l1(from);
         }
         ahead.left -= TURNS;
         if (ahead.left > 0) ahead.place.advance(params.work, lengths, TURNS);

@@ -235,7 +235,7 @@ private:
             const int group = i % Tile::GROUPS, row = i / Tile::GROUPS % params.group;
             const int2 item = meeting.waiting[i / Tile::GROUPS / params.group];
             const int head = item.y + row;
-            auto load_lse = [&](int part) { return results.load_now(results.lse_at(part, item.x, head)); };
+            auto load_lse = [&](int part) { return load_past_l1(results.lse_at(part, item.x, head)); };
             auto load = [&](int part) { return __ldcg(results.values_at(part, item.x, head, group)); };
             results.join(item.x, head, group, load_lse, load);
         }
@@ -306,7 +306,7 @@ private:
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int2 item = meeting.waiting[begin + min_of(n + i, count - 1)];
-                    lse[i] = results.load_now(results.lse_at(part, item.x, item.y + row));
+                    lse[i] = load_past_l1(results.lse_at(part, item.x, item.y + row));
                 }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {

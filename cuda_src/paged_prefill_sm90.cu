@@ -142,14 +142,13 @@ template <class Tile> struct Beside : Tile {
 // Has the L2 get the pages' numbers: where much is being copied, a look into memory takes more than a microsecond.
 __device__ inline void prefetch_table(const AttentionParams& params) {
     constexpr int kLine = 32;  // entries
-    auto prefetch = [](const int* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); };
     const int pages = params.shape.seqlen_k >> params.shape.page_shift;
     const int64_t row = params.shape.block_table_batch;
-    for (int i = threadIdx.x * kLine; i < pages; i += blockDim.x * kLine) prefetch(params.call.block_table + i);
+    for (int i = threadIdx.x * kLine; i < pages; i += blockDim.x * kLine) prefetch_line(params.call.block_table + i);
     if (pages >= row) return;
     // and of those that sequences have of their own
     for (int b = blockIdx.x + threadIdx.x * gridDim.x; b < params.shape.total_q; b += blockDim.x * gridDim.x) {
-        prefetch(params.call.block_table + b * row + pages);
+        prefetch_line(params.call.block_table + b * row + pages);
     }
 }
 

@@ -284,11 +284,9 @@ __global__ void __launch_bounds__(kMeasureThreads, 3)
     if (threadIdx.x < kFields) {
         const Count value = found.fields[threadIdx.x];
         Count* const total = totals + threadIdx.x;
-        if (value == 0) {
-        } else if (threadIdx.x == kLongest || threadIdx.x == kBandwidth) {
-            atomicMax(total, value);
-        } else {
-            atomicAdd(total, value);
+        if (value != 0) {
+            if (threadIdx.x == kLongest || threadIdx.x == kBandwidth) atomicMax(total, value);
+            else atomicAdd(total, value);
         }
     }
     for (int i = threadIdx.x; i < kLengths && block < row_blocks; i += kMeasureThreads) {

@@ -43,11 +43,6 @@ public:
     __device__ float* lse_at(int part, int query, int head) const {
         return params.prior_lse + part * params.prior_lse_split + int64_t(head) * params.batch + query;
     }
-    static __device__ float load_now(const float* from) {  // not from the L1
-        float x;
-        asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
-        return x;
-    }
 
     // Leaves those over the rest.
     __device__ void leave(int query, int head, int group, const float4& values, float lse) const {

@@ -1,4 +1,5 @@
-// Global to shared memory: cp.async, the swizzled tile, and the loader that fills a tile with predicated edges.
+// Global to shared memory: cp.async, the swizzled tile, and the loader that fills a tile with predicated edges. Loads
+// that pass by the L1.
 #pragma once
 #include "numeric.cuh"
 
@@ -31,6 +32,33 @@ __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;"
 // Waits until at most PENDING of this thread's latest groups are still on their way.
 template <int PENDING> __device__ inline void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Loads from the L2 that the compiler leaves in their order: it would have one wait for another to save registers.
+__device__ inline int load_past_l1(const int* from) {
+    int x;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ inline float load_past_l1(const float* from) {
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ inline float4 load_past_l1(const float4* from) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(from)
+                 : "memory");
+    return x;
+}
+
+// Has the L2 get a line, from Hopper on.
+__device__ inline void prefetch_line(const void* at) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+#endif
 }
 
 // A row-major tile in shared memory whose 16-byte chunks are permuted within each row by XOR with the bit-reversed

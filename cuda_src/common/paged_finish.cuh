@@ -231,9 +231,9 @@ private:
         Merged merged;
         auto load = [&](int i, float& top, float& sum, float4& term) {
             const float* from = partial(shares, i);
-            top = load_partial(from + Slot::MAXIMA + row);
-            sum = load_partial(from + Slot::SUMS + row);
-            term = load_partial(reinterpret_cast<const float4*>(from) + row * GROUPS + group);
+            top = load_past_l1(from + Slot::MAXIMA + row);
+            sum = load_past_l1(from + Slot::SUMS + row);
+            term = load_past_l1(reinterpret_cast<const float4*>(from) + row * GROUPS + group);
         };
         if (shares.count <= 4) add_parts<4>(merged, shares.count, load);
         else add_parts<AT_ONCE>(merged, shares.count, load);
@@ -247,9 +247,9 @@ private:
         const float* values = params.prior + (query * heads + head) * head_dim + group * 4;
         const float* lse = params.prior_lse + head * params.work.total_q + query;
         add_parts<4>(merged, params.work.prior_parts, [&](int i, float& top, float& sum, float4& term) {
-            top = load_partial(lse + i * params.prior_lse_split) * kLog2e;
+            top = load_past_l1(lse + i * params.prior_lse_split) * kLog2e;
             sum = 1;
-            term = load_partial(reinterpret_cast<const float4*>(values + i * params.prior_split));
+            term = load_past_l1(reinterpret_cast<const float4*>(values + i * params.prior_split));
         });
     }
 
@@ -271,21 +271,6 @@ private:
                 if (begin + i < count && !is_empty) merged.add(top[i], sum[i], term[i]);
             }
         }
-    }
-
-    // Loads from the L2 that the compiler leaves in their order: it would have one wait for another to save registers.
-    static __device__ float load_partial(const float* from) {
-        float x;
-        asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
-        return x;
-    }
-    static __device__ float4 load_partial(const float4* from) {
-        float4 x;
-        asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
-                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                     : "l"(from)
-                     : "memory");
-        return x;
     }
 
     // Whether all other blocks of the item have left their part; the counter is then ready for the next launch.

@@ -7,13 +7,6 @@
 
 namespace rawops {
 
-// Has the L2 get a line, from Hopper on.
-__device__ inline void prefetch_line(const void* at) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
-#endif
-}
-
 struct PagePool {
     const void* pages;
     const int* block_table;
