@@ -64,7 +64,7 @@ def tiles_of(head_dim: int, head_dim_v: int, score: int = 0) -> list[Tile]:
     """
     wide = max(head_dim, head_dim_v)
     most = 64 if wide == 64 and not score else 32 if wide <= 192 else 16
-    return [Tile(head_dim, head_dim_v, _ROWS, block_n, 4) for block_n in (64, 32, 16) if block_n <= most]
+    return [Tile(head_dim, head_dim_v, _ROWS, block_n) for block_n in (64, 32, 16) if block_n <= most]
 
 
 def shared_bytes(tile: Tile) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
@@ -132,16 +133,12 @@ class Tile:
     head_dim_v: int
     block_m: int
     block_n: int
-    warps: int
+    threads: ClassVar[int] = 128
 
     @property
     def cpp(self) -> str:
-        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.warps)
+        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n)
         return f"rawops::AttentionTile<{', '.join(map(str, sizes))}>"
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def shared_bytes(self) -> int:
@@ -171,7 +168,7 @@ def tiles_of(head_dim: int, head_dim_v: int, score: int = 0, uneven: bool = Fals
         large += [(128, 64), (128, 32)]  # the last for shared memory that holds but one of the others
     else:
         large = [(128, 64 if wide <= 96 else 32)]
-    return [Tile(head_dim, head_dim_v, m, n, 4) for m, n in [*large, (64, 64), (64, 32)]]
+    return [Tile(head_dim, head_dim_v, m, n) for m, n in [*large, (64, 64), (64, 32)]]
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -270,9 +267,9 @@ def select_config(problem: Problem, sm_count: int, max_shared_bytes: int, num_sp
 
 
 def _fitting(tiles: list[Tile], rows: int, keys: int, max_shared_bytes: int) -> Tile | None:
-    """Return the tile with most keys that gives an SM eight warps and whose last block of keys is no waste."""
+    """Return the tile with most keys of which an SM holds two blocks and whose last block of keys is no waste."""
     tiles = [t for t in tiles if t.block_m == rows and t.shared_bytes <= max_shared_bytes]
-    busy = [t for t in tiles if t.blocks_per_sm(max_shared_bytes) * t.warps >= 8] or tiles
+    busy = [t for t in tiles if t.blocks_per_sm(max_shared_bytes) >= 2] or tiles
     filled = (t for t in busy if 16 * (-keys % t.block_n) <= keys)
     return next(filled, min(busy, key=lambda t: -keys % t.block_n, default=None))
 

@@ -6,10 +6,10 @@ namespace rawops {
 
 // What a block of the tensor-core kernels works on: BLOCK_M rows of q against BLOCK_N keys at a time. A warp has all
 // keys of its rows.
-template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int WARPS_> struct AttentionTile {
+template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_> struct AttentionTile {
     static constexpr int HEAD_DIM = HEAD_DIM_, HEAD_DIM_V = HEAD_DIM_V_;
     static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_;
-    static constexpr int WARPS = WARPS_, THREADS = WARPS * kWarpSize, WARP_M = BLOCK_M / WARPS;
+    static constexpr int WARPS = 4, THREADS = WARPS * kWarpSize, WARP_M = BLOCK_M / WARPS;
 };
 
 // A row-major tile as panels of 64 columns, or of 32 where those do not divide the head size.
