@@ -23,6 +23,7 @@ class Answers:
     def __init__(self, device) -> None:
         self._device, self._lock = device, threading.RLock()
         self._numbers = self._counts = None
+        self._left: list[tuple] = []
         self._address = self._zeros = self._room = 0
         self.kernels: dict = {}
 
@@ -31,7 +32,8 @@ class Answers:
         return self
 
     def __exit__(self, error, *_) -> None:
-        if error is not None:  # a kernel may still be writing
+        if error is not None:  # a kernel may still be writing: nobody else is to have that memory
+            self._left.append((self._numbers, self._counts))
             self._numbers = self._counts = None
         self._lock.release()
 

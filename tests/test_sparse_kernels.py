@@ -1,10 +1,14 @@
 """Every kernel on rows that are hard for it: edges of tiles and segments, one long row, only empty rows."""
 
+import weakref
+
 import numpy as np
 import pytest
 from test_sparse import Coordinates, integers, same
 
 from rawops import SparseMatrix, _sparse_store
+from rawops._runtime import device as devices
+from rawops._sparse_memory import Answers
 from rawops._sparse_profile import Choice, Limits, Profile, candidates, choose
 from rawops._sparse_stream import ByStream
 
@@ -314,3 +318,14 @@ def test_shares_cover_all_rows_once(device, rows, longest):
         assert first <= i < first + count and count == -(-lengths[row] // SEGMENT)
         assert begin == indptr[row] + (i - first) * SEGMENT and stop == min(begin + SEGMENT, indptr[row + 1])
     assert (segments["stop"] - segments["begin"]).sum() == lengths[lengths > longest].sum()
+
+
+def test_what_an_error_leaves_half_done_keeps_its_memory(device):
+    answers = Answers(devices.emulated() or devices.cuda(0))
+    with pytest.raises(MemoryError), answers:
+        before, counts = answers.address(3), answers.zeros(3)
+        numbers = weakref.ref(answers._numbers)
+        raise MemoryError
+    with answers:
+        assert numbers() is not None  # a kernel may still write there
+        assert before != answers.address(3) and counts != answers.zeros(3)
