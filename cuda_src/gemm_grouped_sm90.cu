@@ -1,6 +1,6 @@
-// Grouped GEMM on the tensor cores of Hopper: the GEMM of gemm_sm90.cu on rows of a that come in groups, with a matrix b
-// for each. Where the groups begin is read on the device, and groups.cuh makes tiles of it. A tile's rows of a that are
-// another group's are multiplied, too, and not written.
+// Grouped GEMM on the tensor cores of Hopper: the GEMM of gemm_sm90.cu on rows of a that come in groups, with a matrix
+// b for each. Where the groups begin is read on the device, and groups.cuh makes tiles of it. A tile's rows of a that
+// are another group's are multiplied, too, and not written.
 #include "common/hopper_gemm.cuh"
 
 namespace rawops {

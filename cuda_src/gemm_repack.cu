@@ -19,7 +19,8 @@ template <class T, class Visit> __device__ inline void for_each_matrix(const Rep
         const int i = batch / p.extent[2];
         const int64_t from =
             i / p.extent[1] * p.batch[0] + i % p.extent[1] * p.batch[1] + batch % p.extent[2] * p.batch[2];
-        visit(static_cast<const T*>(p.source) + from, static_cast<T*>(p.target) + int64_t(batch) * p.rows * p.target_row);
+        const int64_t to = int64_t(batch) * p.rows * p.target_row;
+        visit(static_cast<const T*>(p.source) + from, static_cast<T*>(p.target) + to);
     }
 }
 

@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) gemm_sm80(const __grid_cons
     const int tiles_m = ceil_div(shape.M, Product::BLOCK_M), tiles_n = ceil_div(shape.epilogue.cols, Product::COLS);
     const TileIndex tile = grouped_raster(blockIdx.x, tiles_m, tiles_n);
     for (int batch = blockIdx.z; batch < shape.batches; batch += gridDim.z) {
-        Product::run(params.call, shape, shared_address(shared), batch, tile.m * Product::BLOCK_M, shape.M, tile.n * Product::COLS);
+        Product::run(params.call, shape, shared_address(shared), batch, tile.m * Product::BLOCK_M, shape.M,
+                     tile.n * Product::COLS);
         __syncthreads();  // the next batch fills what finish_tile still reads
     }
 }

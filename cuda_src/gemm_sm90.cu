@@ -1,5 +1,5 @@
-// GEMM on the tensor cores of Hopper (wgmma): float16 and bfloat16 operands that TMA can read, in any of the layouts, and
-// float32 ones that are contiguous along K, rounded to TF32.
+// GEMM on the tensor cores of Hopper (wgmma): float16 and bfloat16 operands that TMA can read, in any of the layouts,
+// and float32 ones that are contiguous along K, rounded to TF32.
 // hopper_gemm.cuh tells how it runs.
 //
 // Blocks without a cluster have a kernel of their own: as clusters of one they are placed on other SMs, and a large
@@ -31,7 +31,8 @@ template <class T, class Out, int BLOCK_M, int BLOCK_N, int STAGES, bool kAKMajo
           class Tile = HopperTile<T, Out, BLOCK_M, BLOCK_N, STAGES, 1, kAKMajor, kBKMajor, kActivation, kFinish,
                                   kPingPong, NoLowRank, false, NoScaling, true>>
 __global__ void __launch_bounds__(Tile::THREADS, 1) __cluster_dims__(2, 1, 1)
-    gemm_sm90_pairs(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmParams params, int raster_group) {
+    gemm_sm90_pairs(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmParams params,
+                    int raster_group) {
     run_gemm<Tile>(maps, params, nullptr, raster_group);
 }
 

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from rawops import _gemm_sm90
+from rawops import _gemm_sm90_config
 from rawops._gemm_config import (
     ACTIVATIONS,
     BLOCK_SCALED,
@@ -19,8 +19,8 @@ from rawops._gemm_config import (
     TILES,
     strides_of,
 )
-from rawops._gemm_sm90 import Config
-from rawops._gemm_sm90 import Problem as HopperProblem
+from rawops._gemm_sm90_config import Config
+from rawops._gemm_sm90_config import Problem as HopperProblem
 from rawops._gemm_sm90_specs import BIASED, CLUSTERS, DIRECT, OPERAND_CHOICES, PLAIN, STAGED, TILE_CHOICES, spec_of
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
@@ -30,7 +30,7 @@ BYTES = {
     (a, b): f"rawops::Bytes<{dtypes.cpp(a)}, {dtypes.cpp(b)}>"
     for a, b in (*itertools.product(FLOAT8, repeat=2), ("int8", "int8"))
 }
-# As in _gemm_sm90.py; the last was measured on an H200.
+# As in _gemm_sm90_config.py; the last was measured on an H200.
 _COST_OF_TILE = {PLAIN: 300, BIASED: 600, STAGED: 1200, DIRECT: 2500}
 # In a block of K, by promotion: more than with 16 bits, whose products take as long for half as many.
 _COST_OF_A = {IN_PLACE: 32, PROMOTED: 128, BLOCK_SCALED: 72, COLUMN_SCALED: 32}
@@ -154,8 +154,8 @@ def select_config(problem: BytesProblem, sm_count: int, max_shared_bytes: int) -
 
 
 def candidates(problem: BytesProblem, sm_count: int, max_shared_bytes: int) -> list[Config]:
-    """As _gemm_sm90.candidates, with what tiles of 128 rows were measured to take here."""
-    found = _gemm_sm90.candidates(problem, sm_count, max_shared_bytes)
+    """As _gemm_sm90_config.candidates, with what tiles of 128 rows were measured to take here."""
+    found = _gemm_sm90_config.candidates(problem, sm_count, max_shared_bytes)
     found = [replace(config, cost=_cost(problem, config)) for config in found]
     return sorted(found, key=lambda config: (config.cost, config.ping_pong, config.cluster, -config.block_n))
 

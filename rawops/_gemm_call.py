@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -41,11 +40,10 @@ from rawops._gemm_operands import (
     layout_of,
     pack_shape,
 )
-from rawops._gemm_steps import ONE, ZERO, OneKernel, OnHopper, Repeat, SplitK
+from rawops._gemm_steps import ONE, ZERO, Launch, OneKernel, OnHopper, Repeat, SplitK, overlaps
 from rawops._runtime import arrays, checks, dtypes
 
 _OUT = ROLES.index("out")
-_IN_PLACE = ("c", "residual")  # out may be one of these, entry for entry
 _MAX_GRID_Z = 65535
 _MAX_LAUNCHES = 4096  # of one product
 _MAX_BOUND = 256  # calls of a launch, by their addresses
@@ -87,7 +85,7 @@ def scalar(function: str, name: str, value):
     return x
 
 
-# --- launches -------------------------------------------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -105,65 +103,6 @@ class Slices:
                 for x in operands[: len(self.product.roles)]
             ]
             self.product(tuple(entries), alpha, beta)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Everything about a call that does not change while its key stays the same.
-
-    Attributes
-    ----------
-    overlaps : tuple
-        For each input its index, and between which distances from out it overlaps out; None, or the distance
-        at which it may.
-    run : callable
-        Takes all arrays and their addresses, alpha and beta. None where there is nothing to launch.
-    bind : callable, optional
-        Takes addresses, alpha and beta, and returns what makes this launch again; where nothing else is to be done.
-    bound : dict
-        What it has returned, by what it has taken; None for a call that was made once.
-    """
-
-    device: object
-    out_shape: tuple[int, ...]
-    out_dtype: np.dtype
-    overlaps: tuple
-    run: Callable | None
-    bind: Callable | None = None
-    bound: dict = field(default_factory=dict)
-
-    def collides(self, addresses: list) -> bool:
-        """Tell whether the result would overwrite what is still to be read."""
-        out = addresses[_OUT]
-        for index, low, high, allowed in self.overlaps:
-            distance = addresses[index] - out
-            if low < distance < high and distance != allowed:
-                return True
-        return False
-
-
-def _overlaps(request: Request) -> tuple:
-    out = request.arrays["out"]
-    if out is None:
-        return ()
-    out_low, out_high = _span(out)
-    found = []
-    for index, (role, x) in enumerate(request.arrays.items()):
-        if role == "out" or x is None or x.size == 0:
-            continue
-        low, high = _span(x)
-        same = x.shape == out.shape and x.strides == out.strides and x.dtype == out.dtype
-        found.append((index, out_low - high, out_high - low, 0 if same and role in _IN_PLACE else None))
-    return tuple(found)
-
-
-def _span(x) -> tuple[int, int]:
-    """First byte of an array and the one past its last, from its address."""
-    steps = [(extent - 1) * s for extent, s in zip(x.shape, x.strides, strict=True)]
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize
-
-
-# --- products -------------------------------------------------------------------------------------------------------
 
 
 class Product:
@@ -308,7 +247,7 @@ class Product:
         empty = 0 in (*sizes.result, *named["b"].shape[:-2])
         steps = None if empty else self._steps(device, request, dtype, out_dtype, sizes)
         run, bind = getattr(steps, "run", None), getattr(steps, "bind", None)
-        return Launch(device, sizes.result, dtypes.numpy(out_dtype), _overlaps(request), run, bind)
+        return Launch(device, sizes.result, dtypes.numpy(out_dtype), overlaps(request), run, bind)
 
     # What a derived product changes. `further` are the operands beyond `ROLES`.
 

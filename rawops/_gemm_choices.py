@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
-from rawops import _gemm_config, _gemm_sm90
+from rawops import _gemm_config, _gemm_sm90_config
 from rawops._runtime import cache, sources
 
 MOST = 8  # candidates
@@ -26,7 +26,7 @@ _OF_HOPPER = 5  # of them
 _KERNELS = ("gemm_sm90.cu", "gemm_sm80.cu", "gemm_simt.cu", "gemm_reduce.cu")
 _RULE = {"kernel": "as chosen without tuning"}
 
-_Choice = _gemm_config.Config | _gemm_sm90.Config
+_Choice = _gemm_config.Config | _gemm_sm90_config.Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Question:
 
     device: object
     problem: _gemm_config.Problem
-    hopper: _gemm_sm90.Problem | None
+    hopper: _gemm_sm90_config.Problem | None
 
     @property
     def key(self) -> str:
@@ -48,8 +48,8 @@ class Question:
         default = _gemm_config.select_config(problem, device.sm_count, device.max_shared_bytes)
         found: list = [None]
         if self.hopper is not None:
-            best = _gemm_sm90.candidates(self.hopper, device.sm_count, device.max_shared_bytes)[: _OF_HOPPER + 1]
-            if not _gemm_sm90.wants_split(self.hopper, best[0], device.sm_count):
+            best = _gemm_sm90_config.candidates(self.hopper, device.sm_count, device.max_shared_bytes)[: _OF_HOPPER + 1]
+            if not _gemm_sm90_config.wants_split(self.hopper, best[0], device.sm_count):
                 best, default = best[1:], None
             found += best[:_OF_HOPPER]
         likely = _gemm_config.candidates(problem, device.max_shared_bytes)
@@ -68,7 +68,7 @@ def describe(choice: _Choice | None) -> dict:
     """Return a choice as the file has it."""
     if choice is None:
         return _RULE
-    if isinstance(choice, _gemm_sm90.Config):
+    if isinstance(choice, _gemm_sm90_config.Config):
         names = ("block_m", "block_n", "stages", "cluster", "ping_pong", "pairs")
         return {"kernel": "sm90", **{name: getattr(choice, name) for name in names}}
     return {"kernel": "sm80", "tile": choice.tile.cpp, "split_k": choice.split_k}
@@ -97,7 +97,7 @@ def trying() -> Iterator[Trial]:
         _trial.reset(token)
 
 
-def find(device, problem: _gemm_config.Problem, hopper: _gemm_sm90.Problem | None) -> _Choice | None:
+def find(device, problem: _gemm_config.Problem, hopper: _gemm_sm90_config.Problem | None) -> _Choice | None:
     """Return what was fastest when it was measured, None where nothing was."""
     question = Question(device, problem, hopper)
     trial = _trial.get()

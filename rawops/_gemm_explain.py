@@ -6,7 +6,14 @@ import argparse
 import math
 from dataclasses import replace
 
-from rawops import _gemm_8bit_config, _gemm_config, _gemm_repack, _gemm_sm90, _gemm_sm90_split
+from rawops import (
+    _gemm_8bit_config,
+    _gemm_config,
+    _gemm_repack,
+    _gemm_sm90,
+    _gemm_sm90_config,
+    _gemm_sm90_split,
+)
 from rawops._gemm_8bit import repacked
 from rawops._gemm_8bit_config import BytesProblem
 from rawops._gemm_config import ACTIVATIONS, DTYPES, FLOAT8, IN_PLACE, PROMOTED
@@ -121,12 +128,12 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
         if hopper.transposed:
             found.why.append("TF32 with a row-major b: the product of the transposes, whose rows are columns of D.")
         if any("gemm_reduce" in kernel for kernel in kernels):
-            cost = _gemm_sm90.select_config(hopper, device.sm_count, room).cost
+            cost = _gemm_sm90_config.select_config(hopper, device.sm_count, room).cost
             count = _gemm_sm90_split.slices(hopper, cost, device.sm_count, room)
             hopper = _gemm_sm90_split.partial(hopper, count)
             found.why.append(f"{count} slices of K and a launch that adds them up: {cost} would be the cost without.")
         of_bytes = isinstance(hopper, BytesProblem)
-        candidates = (_gemm_8bit_config if of_bytes else _gemm_sm90).candidates(hopper, device.sm_count, room)
+        candidates = (_gemm_8bit_config if of_bytes else _gemm_sm90_config).candidates(hopper, device.sm_count, room)
         found.why.append(f"Of {len(candidates)} configurations that fit, the one with the least predicted time.")
         explain_hopper(found, hopper, candidates, device)
         return
@@ -173,7 +180,9 @@ def _describe(options: argparse.Namespace, device: PaperDevice, arrays: dict) ->
     return described, (M, N, K), extents
 
 
-def explain_hopper(found: Explanation, problem: _gemm_sm90.Problem, candidates: list, device: PaperDevice) -> None:
+def explain_hopper(
+    found: Explanation, problem: _gemm_sm90_config.Problem, candidates: list, device: PaperDevice
+) -> None:
     """Add what the Hopper kernel's configuration is made of; the first candidate is the chosen one."""
     config = candidates[0]
     how = "consumers take turns" if config.ping_pong else f"{config.consumers} consumer(s) of 64 rows"
@@ -189,9 +198,9 @@ def explain_hopper(found: Explanation, problem: _gemm_sm90.Problem, candidates: 
         rows: problem.row_tiles(config.block_m),
         f"columns, ceil({columns} / {config.block_n})": -(-columns // config.block_n),
     }
-    at_a_time = _gemm_sm90.tiles_at_a_time(config.cluster, device.sm_count)
+    at_a_time = _gemm_sm90_config.tiles_at_a_time(config.cluster, device.sm_count)
     add_waves(found, counts, at_a_time, f"one block an SM, {config.cluster} a tile")
-    found.add("predicted_cycles", 4 * config.cost, "4 x cost, see _cost in _gemm_sm90.py")
+    found.add("predicted_cycles", 4 * config.cost, "4 x cost, see _cost in _gemm_sm90_config.py")
     found.candidates = [
         {
             "tile": f"{c.block_m} x {c.block_n}",
@@ -219,7 +228,7 @@ def _why_not_hopper(options: argparse.Namespace, device: PaperDevice, problem, r
         return "Groups begin at any row, which TMA cannot do in a column-major a."
     if options.split_k is not None:
         return "split_k is given, which Hopper's kernel does not take."
-    config = _gemm_sm90.select_config(problem, device.sm_count, room)
+    config = _gemm_sm90_config.select_config(problem, device.sm_count, room)
     return f"Few rows or few tiles: another kernel is predicted to take less than Hopper's best cost, {config.cost}."
 
 

@@ -67,7 +67,7 @@ def encode(device, describe: list, addresses: tuple) -> list[bytes]:
 def tensor_maps(device, operands: dict, problem, config, sizes: tuple, extents: tuple) -> Callable:
     """Return a function from the addresses of a, b and out to the GemmMaps of a kernel; `sizes` are M, N, K.
 
-    problem and config are those of _gemm_sm90.py.
+    problem and config are those of _gemm_sm90_config.py.
     """
     (M, N, K), (a, b, out) = sizes, (operands[role] for role in ("a", "b", "out"))
     block_k = box = SPAN // problem.itemsize

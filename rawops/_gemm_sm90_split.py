@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from rawops import _gemm_sm90
 from rawops._gemm_operands import Operand, pack_shape
-from rawops._gemm_sm90 import BLOCK_K, DIRECT, Problem
+from rawops._gemm_sm90_config import BLOCK_K, Problem
+from rawops._gemm_sm90_specs import DIRECT
 
 _MIN_BLOCKS = 4  # of K in a slice
-# In the units of _gemm_sm90.py: the second launch, and the bytes of partial sums that are written and read.
+# In the units of _gemm_sm90_config.py: the second launch, and the bytes of partial sums that are written and read.
 _COST_OF_REDUCE = 2300
 _L2_BYTES = 6000
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from rawops import _gemm_sm90
 from rawops._gemm_config import CALL, REDUCE_THREADS
+from rawops._gemm_operands import ROLES, Request
 from rawops._runtime.kernel import Function
+
+_OUT = ROLES.index("out")
+_IN_PLACE = ("c", "residual")  # out may be one of these, entry for entry
 
 # Scalars as the kernels take them: the address and type of an array, and what its entry, or 1, is multiplied with.
 ONE, ZERO = (0, 1.0, 0), (0, 0.0, 0)
@@ -114,3 +120,60 @@ class OnHopper:
         params = pack_call(addresses, alpha, beta, self.shape)
         values = plan.maps(*addresses[:3]), params, plan.config.raster_rows
         return plan.kernel.bind(plan.grid, block, values, plan.shared_bytes, plan.early)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything about a call that does not change while its key stays the same.
+
+    Attributes
+    ----------
+    overlaps : tuple
+        For each input its index, and between which distances from out it overlaps out; None, or the distance
+        at which it may.
+    run : callable
+        Takes all arrays and their addresses, alpha and beta. None where there is nothing to launch.
+    bind : callable, optional
+        Takes addresses, alpha and beta, and returns what makes this launch again; where nothing else is to be done.
+    bound : dict
+        What it has returned, by what it has taken; None for a call that was made once.
+    """
+
+    device: object
+    out_shape: tuple[int, ...]
+    out_dtype: np.dtype
+    overlaps: tuple
+    run: Callable | None
+    bind: Callable | None = None
+    bound: dict = field(default_factory=dict)
+
+    def collides(self, addresses: list) -> bool:
+        """Tell whether the result would overwrite what is still to be read."""
+        out = addresses[_OUT]
+        for index, low, high, allowed in self.overlaps:
+            distance = addresses[index] - out
+            if low < distance < high and distance != allowed:
+                return True
+        return False
+
+
+def overlaps(request: Request) -> tuple:
+    """Return `Launch.overlaps`."""
+    out = request.arrays["out"]
+    if out is None:
+        return ()
+    out_low, out_high = _span(out)
+    found = []
+    for index, (role, x) in enumerate(request.arrays.items()):
+        if role == "out" or x is None or x.size == 0:
+            continue
+        low, high = _span(x)
+        same = x.shape == out.shape and x.strides == out.strides and x.dtype == out.dtype
+        found.append((index, out_low - high, out_high - low, 0 if same and role in _IN_PLACE else None))
+    return tuple(found)
+
+
+def _span(x) -> tuple[int, int]:
+    """First byte of an array and the one past its last, from its address."""
+    steps = [(extent - 1) * s for extent, s in zip(x.shape, x.strides, strict=True)]
+    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from rawops import _gemm_sm90
+from rawops import _gemm_sm90, _gemm_sm90_config
 from rawops._gemm_explain import LAYOUTS, MAX_SIZE, explain_hopper
 from rawops._gemm_operands import Operand
 from rawops._gemm_sm90_low_rank import LowRank
@@ -42,7 +42,7 @@ def explain(options: argparse.Namespace, device: PaperDevice) -> Explanation:
         described = {name: _operand(array) for name, array in (("a", x), ("b", c), ("out", out))}
         low_rank = LowRank(_operand(a), _operand(b), r)
         problem = _gemm_sm90.describe_problem(described, M, N, K, (1, 1, 1), 0, low_rank)
-        candidates = _gemm_sm90.candidates(problem, device.sm_count, device.max_shared_bytes)
+        candidates = _gemm_sm90_config.candidates(problem, device.sm_count, device.max_shared_bytes)
         found.why.append(
             "The columns of a ride along the main loop: x is read once, in one launch."
             if candidates[0].rides

@@ -7,8 +7,8 @@ from dataclasses import replace
 from rawops import _gemm_sm90
 from rawops._gemm_config import CALL_FIELDS, LAYOUT_CHOICES, SHAPE_FIELDS, SWIGLU, TILES
 from rawops._gemm_operands import Operand
-from rawops._gemm_sm90 import DIRECT, PLAIN
-from rawops._gemm_sm90_specs import spec_of
+from rawops._gemm_sm90_config import configure
+from rawops._gemm_sm90_specs import DIRECT, PLAIN, spec_of
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16")
@@ -200,7 +200,7 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
     width = _WIDEST_IN_TURN if in_turn else _WIDEST[problem.b_k_major, problem.parts]
     if config.block_m == 128 and config.block_n > width:
         sizes = device.sm_count, device.max_shared_bytes
-        config = _gemm_sm90.configure(problem, *sizes, config.block_m, width, config.cluster, in_turn)
+        config = configure(problem, *sizes, config.block_m, width, config.cluster, in_turn)
     b, out = operands["b"], operands["out"]
     problem = replace(problem, finish=PLAIN if problem.finish == PLAIN else DIRECT)
     config, shared_bytes = _with_buffers(config, problem, device.max_shared_bytes)

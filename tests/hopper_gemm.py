@@ -9,6 +9,7 @@ from conftest import Device
 import rawops
 from rawops import _gemm_8bit_config
 from rawops import _gemm_sm90 as sm90
+from rawops._gemm_sm90_config import configure
 from rawops.testing import has_gpu
 
 
@@ -50,7 +51,7 @@ def force(monkeypatch):
             if problem.finish == sm90.DIRECT and problem.N <= 64 and not rides:
                 return select(problem, *limits)  # the product that makes y
             riding = rides and problem.rank > 0
-            config = sm90.configure(problem, *limits, block_m, block_n, cluster, ping_pong, riding, pairs)
+            config = configure(problem, *limits, block_m, block_n, cluster, ping_pong, riding, pairs)
             assert config.stages >= stages
             if cluster == 1:
                 config = dataclasses.replace(config, blocks=blocks)

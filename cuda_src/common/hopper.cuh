@@ -114,8 +114,8 @@ __device__ inline void tma_load_once(uint32_t destination, const TensorMap& map,
                                      uint32_t barrier) {
     constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy makes it
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, "
-        "%4, %5, %6}], [%7], %8;" ::"r"(destination),
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(destination),
         "l"(&map), "r"(from.at[0]), "r"(from.at[1]), "r"(from.at[2]), "r"(from.at[3]), "r"(from.at[4]), "r"(barrier),
         "l"(kEvictFirst)
         : "memory");
@@ -263,8 +263,8 @@ __device__ inline void cluster_sync() {
     cluster_wait();
 }
 
-// Arrives at another block's barrier. The arrival is ordered as within a block, since .release.cluster takes 0.8 us: what
-// this thread has read of what the other block will overwrite must be in use by now.
+// Arrives at another block's barrier. The arrival is ordered as within a block, since .release.cluster takes 0.8 us:
+// what this thread has read of what the other block will overwrite must be in use by now.
 __device__ inline void barrier_arrive_at_rank(uint32_t barrier, int rank) {
     asm volatile(
         "{\n"

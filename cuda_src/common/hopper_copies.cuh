@@ -6,8 +6,8 @@
 namespace rawops {
 
 struct GemmMaps {
-    // Axes from the outermost: three of the batch, then the two of the matrix as they lie in memory. Of a transposed tile
-    // a and b are in each other's place.
+    // Axes from the outermost: three of the batch, then the two of the matrix as they lie in memory. Of a transposed
+    // tile a and b are in each other's place.
     TensorMap a, b, d;
 };
 
@@ -66,9 +66,10 @@ __device__ inline void load_operand(uint32_t destination, const TensorMap& map, 
         const int at = mn + box % (BOXES / PARTS) * BOX + box / (BOXES / PARTS) * distance;
         from.at[0] = kKMajor ? k : at;
         from.at[1] = kKMajor ? at : k;
-        if constexpr (kReader == kOnce) tma_load_once(destination + box * BOX * K_BYTES, map, from, full);
-        else if constexpr (kReader == kForBoth) tma_load_multicast(destination + box * BOX * K_BYTES, map, from, full, 3);
-        else tma_load(destination + box * BOX * K_BYTES, map, from, full);
+        const uint32_t to = destination + box * BOX * K_BYTES;
+        if constexpr (kReader == kOnce) tma_load_once(to, map, from, full);
+        else if constexpr (kReader == kForBoth) tma_load_multicast(to, map, from, full, 3);
+        else tma_load(to, map, from, full);
     }
 }
 
@@ -96,11 +97,11 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             const int up = shape.epilogue.cols;
             if constexpr (Tile::kPairs) {
                 constexpr int HALF = Tile::BLOCK_N / 2;
-                const int skipped = cluster_rank() * HALF;
-                load_operand<Tile::kBKMajor, HALF, 1, 64, 128, kForBoth>(to + skipped * 128, maps.b, b, work.n + skipped, k,
-                                                                         full);
+                const int skipped = cluster_rank() * HALF, n = work.n + skipped;
+                load_operand<Tile::kBKMajor, HALF, 1, 64, 128, kForBoth>(to + skipped * 128, maps.b, b, n, k, full);
             } else if (Tile::kStreams && shape.M <= Tile::BLOCK_M && shape.batches == 1) {
-                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(to, maps.b, b, work.n, k, full, up);
+                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(to, maps.b, b, work.n, k,
+                                                                                         full, up);
             } else {
                 load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(to, maps.b, b, work.n, k, full, up);
             }
@@ -174,7 +175,8 @@ __device__ inline void copy_lora_a(const GemmShape& shape, const LowRankCall& lo
             for (int row = lane / 2; row < Tile::BLOCK_K; row += kWarpSize / 2) {
                 const T* from = static_cast<const T*>(low_rank.elements) + (k + row) * low_rank.a_row + half * 8;
                 const bool exists = k + row < shape.K && bytes > 0;
-                cp_async<16>(to + swizzled_offset<32>(row, half), exists ? from : low_rank.elements, exists ? bytes : 0);
+                cp_async<16>(to + swizzled_offset<32>(row, half), exists ? from : low_rank.elements,
+                             exists ? bytes : 0);
             }
             copies.commit();
             slot.advance();

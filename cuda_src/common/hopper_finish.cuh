@@ -138,7 +138,8 @@ __device__ inline void fill_slab(const typename Tile::Finished& acc, const typen
             const auto* values = &acc[i][(part * Tile::SHARE + source) / 2 + half * 2];
             const int offset = Tile::Slab::offset(lane / 4 + half * 8, col + lane % 4 * 2);
             *reinterpret_cast<Vector<Value, 2>*>(slab + offset) = {
-                Value(factors.times(values[0], i, half, columns, 0)), Value(factors.times(values[1], i, half, columns, 1))};
+                Value(factors.times(values[0], i, half, columns, 0)),
+                Value(factors.times(values[1], i, half, columns, 1))};
         }
     }
 }
@@ -162,8 +163,8 @@ __device__ inline void visit_transposed(char* slab, int begin, const Consumer& s
     }
 }
 
-// Calls visit(row, col, value, up) for groups of neighbouring columns of a pass. The loop is not unrolled: an epilogue is
-// long.
+// Calls visit(row, col, value, up) for groups of neighbouring columns of a pass. The loop is not unrolled: an epilogue
+// is long.
 template <class Tile, class Visit>
 __device__ inline void for_each_group(const typename Tile::Finished& acc, const typename Tile::Factors& factors,
                                       const Pass<Tile>& pass, const Consumer& self, Visit visit) {

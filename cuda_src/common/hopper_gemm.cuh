@@ -16,8 +16,8 @@
 
 namespace rawops {
 
-// Zeros for what no copy brings, missing rows of a and ranks that do not exist, in every stage, by all consumers: they make
-// what is not part of D.
+// Zeros for what no copy brings, missing rows of a and ranks that do not exist, in every stage, by all consumers: they
+// make what is not part of D.
 template <class Tile> __device__ inline void clear_missing(uint32_t ring, int M, const Consumer& self) {
     constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize;
     auto clear = [&](int begin, int end) {
@@ -191,7 +191,8 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         auto passes = Tile::LowRank::template begin<Tile>(*low_rank, params.shape, work, self);
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
         if constexpr (Tile::Scaling::kPromotes) {
-            Tile::Scaling::template multiply<Tile>(acc, params, work, schedule.first_block, slot, k_blocks, exchange, self);
+            Tile::Scaling::template multiply<Tile>(acc, params, work, schedule.first_block, slot, k_blocks, exchange,
+                                                   self);
         } else if constexpr (Tile::kTransposed) {
             multiply_transposed<Tile>(acc, slot, k_blocks, exchange, self);
         } else {
@@ -246,8 +247,8 @@ __device__ inline Schedule<Tile> schedule_of(const GemmShape& shape, int raster_
     }
 }
 
-// Whether a block can find its tiles before it may read what the launch before writes: the way there takes a while, most
-// of it for the parameters to arrive.
+// Whether a block can find its tiles before it may read what the launch before writes: the way there takes a while,
+// most of it for the parameters to arrive.
 template <class Tile, class Params> __device__ inline bool begins_early(const Params& params) {
     if constexpr (Tile::kGrouped || !is_same<typename Tile::Scaling, NoScaling>) return false;
     else return params.call.alpha.pointer == nullptr;

@@ -13,7 +13,9 @@ struct TransposedRows {
     using Values = uint32_t[COUNT][4];
 
     // The first of four neighbouring columns, and the row of the first: the others are 8, 1 and 9 below.
-    static __device__ int col(int warp, int group) { return warp / 2 * 32 + warp % 2 * 8 + group % 2 * 4 + group / 2 * 16; }
+    static __device__ int col(int warp, int group) {
+        return warp / 2 * 32 + warp % 2 * 8 + group % 2 * 4 + group / 2 * 16;
+    }
     static __device__ int row(int group) { return group % 2 * 4 + group / 2 * 2; }
     // The first of a thread's two columns: the other is that of the row 8 below.
     static __device__ int pair(int warp, int lane) {

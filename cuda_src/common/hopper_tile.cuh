@@ -37,7 +37,9 @@ struct EightRanks {
     static __device__ uint64_t descriptor(uint32_t address) {
         return uint64_t(BYTES >> 4) << 32 | uint64_t(128 >> 4) << 16 | (address & 0x3ffff) >> 4;
     }
-    static __device__ uint64_t advance(uint64_t descriptor, int, int k_steps) { return descriptor + k_steps * (256 >> 4); }
+    static __device__ uint64_t advance(uint64_t descriptor, int, int k_steps) {
+        return descriptor + k_steps * (256 >> 4);
+    }
 };
 
 template <bool kFirst, class First, class Second> struct Choice { using Type = First; };
@@ -48,7 +50,8 @@ template <int RANK_, bool kRides_, int kLoraA, bool kBKMajor_> struct LowRank : 
     static constexpr int RANK = RANK_;
     // Rows of 32 bytes take TMA as long as those of 128, so a warp copies them.
     static constexpr int LOADERS = kRides_ && kLoraA == kByRank && RANK == 16 ? kWarpSize : 0;
-    static constexpr bool kRides = kRides_, kPacked = kLoraA == kEights, kAKMajor = kLoraA == kByK, kBKMajor = kBKMajor_;
+    static constexpr bool kRides = kRides_, kPacked = kLoraA == kEights;
+    static constexpr bool kAKMajor = kLoraA == kByK, kBKMajor = kBKMajor_;
     using OperandA = typename Choice<kPacked, EightRanks, WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>>::Type;
     using Accumulators = float[RANK / 2];
     static_assert(!kPacked || (kRides && RANK == 16), "eight ranks and as many zeros");

@@ -9,7 +9,8 @@ namespace rawops {
 // swizzled over as many. K-major: rows along MN, each 64 of K. MN-major: rows along K, each SPAN / 2 of MN, and one box
 // after another. Everything is aligned to 8 * SPAN bytes, after which the swizzle repeats; other things may lie between
 // such atoms.
-template <bool kKMajor, int BLOCK_K, int SPAN = 128, int ITEM_BYTES = 2, int ATOM_ = 8 * SPAN, int BOX_ = BLOCK_K * SPAN>
+template <bool kKMajor, int BLOCK_K, int SPAN = 128, int ITEM_BYTES = 2, int ATOM_ = 8 * SPAN,
+          int BOX_ = BLOCK_K * SPAN>
 struct WgmmaOperand {
     static constexpr int ATOM = ATOM_;                         // bytes to the next 8 rows
     static constexpr int BOX = BOX_;                           // MN-major: from one box to the next
