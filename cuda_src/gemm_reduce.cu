@@ -13,8 +13,10 @@ __global__ void __launch_bounds__(128)
     start_next_launch();
     using Epilogue = Epilogue<T, Out, kActivation>;
     using Group = typename Epilogue::Group;
-    using Sum = Vector<typename Epilogue::Value, Epilogue::WIDTH>;
+    using V = Accumulator<T>;
+    using Sum = Vector<V, Epilogue::WIDTH>;
     constexpr int WIDTH = Epilogue::WIDTH, GROUPS = 128 / LANES;  // of a block
+    constexpr int AT_A_TIME = 2;                                  // slices that a thread has under way
     __shared__ Sum parts[LANES][GROUPS];
     const GemmCall& call = params.call;
     const GemmShape& shape = params.shape;
@@ -24,17 +26,28 @@ __global__ void __launch_bounds__(128)
     const int n = int(item % groups) * WIDTH, batch = int(row / shape.M), m = int(row % shape.M);
     const bool exists = batch < shape.batches;
 
+    // What can be is done before the wait, after which all warps of an SM compute at once.
     const int64_t stride = int64_t(shape.batches) * shape.M * row_stride;
+    int64_t step = LANES * stride, at = lane * stride + row * row_stride;
+    asm volatile("" : "+l"(at), "+l"(step));  // or the compiler moves it there
     const int cols = shape.epilogue.cols, count = min_of(cols - n, WIDTH);
+    int index[3];
+    shape.batch_index(batch, index);
+    if (call.alpha.pointer != nullptr || call.epilogue.c != nullptr) await_launch_before();
+    const Epilogue epilogue(call.epilogue, shape.epilogue, index, V(call.alpha.read()));
     auto sum = [&](Group& total, int col) {
         Sum mine = {};
-#pragma unroll 4
-        for (int split = exists ? lane : splits; split < splits; split += LANES) {
-            Group part;
-            const int64_t offset = split * stride + row * row_stride + col;
-            read_group<Accumulator<T>>(part, partials, offset, 1, count, col % WIDTH == 0);
+        const bool whole = count == WIDTH && col % WIDTH == 0;
+        const V* source = partials + at + col;
+#pragma unroll 1
+        for (int split = exists ? lane : splits; split < splits; split += AT_A_TIME * LANES) {
+            Group part[AT_A_TIME];
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i) mine.data[i] += part[i];
+            for (int i = 0; i < AT_A_TIME; ++i, source += step) {
+                read_group<V>(part[i], source, 0, 1, split + i * LANES < splits ? count : 0, whole);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_A_TIME * WIDTH; ++i) mine.data[i % WIDTH] += part[i / WIDTH][i % WIDTH];
         }
         parts[lane][own] = mine;
         __syncthreads();
@@ -54,9 +67,7 @@ __global__ void __launch_bounds__(128)
     }
 
     if (!exists || lane != 0) return;
-    int index[3];
-    shape.batch_index(batch, index);
-    Epilogue(call.epilogue, shape.epilogue, index, Accumulator<T>(call.alpha.read())).finish(m, n, value, up);
+    epilogue.finish(m, n, value, up);
 }
 
 }  // namespace rawops

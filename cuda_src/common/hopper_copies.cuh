@@ -153,6 +153,13 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             }
         }
     }
+    if constexpr (Tile::kPairs) {  // the other block's consumers let go of stages here: it stays until they have
+#pragma unroll 1
+        for (int i = 0; i < Tile::STAGES; ++i) {
+            barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
+            slot.advance();
+        }
+    }
 }
 
 // A warp that copies lora_a, 16 ranks, to the stages.

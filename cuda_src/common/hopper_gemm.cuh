@@ -267,7 +267,7 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         prefetch_tensor_map(maps.b);
         if (Tile::kFinish != kDirect) prefetch_tensor_map(maps.d);
     }
-    if constexpr (Tile::kPairs) cluster_sync();  // nothing comes from the other block before
+    if constexpr (Tile::kPairs) cluster_sync();  // nothing comes from the other block before its barriers are there
     else __syncthreads();
     if (Tile::kWaits && !begins_early<Tile>(params)) await_launch_before();
     const float alpha = Tile::Scaling::factor(params);
@@ -296,10 +296,6 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         const Consumer self{number, thread, Tile::kPingPong ? 0 : number * 64, staging, slabs, exchange.turns};
         const float factor = params.shape.partial_stride != 0 ? 1 : alpha;  // a partial sum gets it with the others
         multiply_tiles<Tile>(maps, params, low_rank, schedule, factor, exchange, self);
-    }
-    if constexpr (Tile::kPairs) {  // nor after
-        __syncwarp();
-        cluster_sync();
     }
 }
 
