@@ -4,9 +4,11 @@
 namespace rawops {
 
 // delta: the sum over each row of dout * out. A warp a row, which is one query of one head.
-template <class T> __global__ void __launch_bounds__(128) attention_delta(const __grid_constant__ GradientParams params) {
+template <class T>
+__global__ void __launch_bounds__(128) attention_delta(const __grid_constant__ GradientParams params) {
     const AttentionShape& shape = params.forward.shape;
-    const int lane = threadIdx.x % kWarpSize, length = params.forward.call.cu_seqlens_q ? shape.total_q : shape.seqlen_q;
+    const int lane = threadIdx.x % kWarpSize;
+    const int length = params.forward.call.cu_seqlens_q ? shape.total_q : shape.seqlen_q;
     int64_t index = int64_t(blockIdx.x) * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize;
     const int head = int(index % shape.heads);
     index /= shape.heads;

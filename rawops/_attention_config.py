@@ -14,6 +14,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are made for; others are pad
 MOST_SPLITS = 256
 L2_BYTES = 32 << 20  # of keys and values that stay in the L2 while a section of heads is at work
 _MAX_GRID = 65535  # blocks along y and z
+_MANY_KEYS = 4096  # from where the largest tiles have their keys split rather than smaller ones taken
 LONGEST = 1 << 30  # keys or queries of a sequence are fewer: sums of two fit 32 bits
 UNLIMITED = LONGEST  # a window bound
 
@@ -74,8 +75,6 @@ class Problem:
     access : int
         Widest access in bytes that the rows of q, k and v all allow; 16 is what fast copies need.
     varlen : bool
-    paged : bool
-        Whether keys and values lie in pages.
     """
 
     dtype: str
@@ -91,7 +90,6 @@ class Problem:
     score: int = 0
     access: int = 16
     varlen: bool = False
-    paged: bool = False
 
     @property
     def group(self) -> int:
@@ -160,7 +158,7 @@ def tiles_of(head_dim: int, head_dim_v: int, score: int = 0, uneven: bool = Fals
     """
     wide, plain = max(head_dim, head_dim_v), score == 0 and not uneven
     if head_dim_v > 128 and plain:
-        large = [(64, 96 if wide == 192 else 80)]
+        large = [(64, 96)] if wide == 192 else []
     elif head_dim_v > 128 or score & DROPS:
         large = []
     elif plain:
@@ -248,20 +246,22 @@ class Config:
 def select_config(problem: Problem, sm_count: int, max_shared_bytes: int, num_splits: int | None = None) -> Config:
     """Choose tile, packing and split; pure arithmetic.
 
-    The tile is the large one if its rows are used and every SM gets one. Heads are packed where that takes fewer tiles.
-    Keys are split where whole waves of blocks would otherwise leave SMs idle.
+    The tile is the large one if its rows are used and every SM gets one, or a range of the keys of one where there are
+    so many keys that joining the ranges' results takes little of the time. Heads are packed where that takes fewer
+    tiles. Keys are split where whole waves of blocks would otherwise leave SMs idle.
     """
     if problem.dtype == "float32":
         return _config(problem, None, SIMT_ROWS, SIMT_KEYS, sm_count * 4, num_splits)
     for rows in (128, 64):
         packed = _packed(problem, rows)
-        uneven = packed > 1 or problem.paged or problem.access < 16
+        uneven = packed > 1 or problem.access < 16
         tiles = tiles_of(padded(problem.head_dim), padded(problem.head_dim_v), problem.score, uneven)
         tile = _fitting(tiles, rows, problem.seqlen_k, max_shared_bytes)
         if tile is None:
             continue
         config = _config(problem, tile, rows, tile.block_n, sm_count, 1)
-        if rows == 64 or (problem.seqlen_q * packed > 64 and _blocks(problem, config) >= sm_count):
+        ranges = max(1, problem.seqlen_k // _MANY_KEYS * 4)
+        if rows == 64 or (problem.seqlen_q * packed > 64 and _blocks(problem, config) * ranges >= sm_count):
             break
     return _config(problem, tile, rows, tile.block_n, sm_count * tile.blocks_per_sm(max_shared_bytes), num_splits)
 
@@ -270,7 +270,7 @@ def _fitting(tiles: list[Tile], rows: int, keys: int, max_shared_bytes: int) -> 
     """Return the tile with most keys of which an SM holds two blocks and whose last block of keys is no waste."""
     tiles = [t for t in tiles if t.block_m == rows and t.shared_bytes <= max_shared_bytes]
     busy = [t for t in tiles if t.blocks_per_sm(max_shared_bytes) >= 2] or tiles
-    filled = (t for t in busy if 16 * (-keys % t.block_n) <= keys)
+    filled = (t for t in busy if 32 * (-keys % t.block_n) <= keys)
     return next(filled, min(busy, key=lambda t: -keys % t.block_n, default=None))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rawops import _attention_config as attention
@@ -21,16 +21,18 @@ from rawops._runtime.kernel import KernelSpec, ParamStruct
 _MIN_ROWS = 64  # queries x heads of a group, on average, from where a tile of them is worth while
 _MIN_SMS = 0.5  # the share of SMs that has to have a block
 _ZEROS = 128  # int32: a row of the widest head
+_TILES_PER_SM = 16  # row tiles an SM, some of them empty, up to which a long sequence has a block for each of its own
 
 PARAMS = ParamStruct(
     "PagedPrefill", **attention.CALL_FIELDS, **attention.SHAPE_FIELDS, zeros="pointer", num_pages="int32"
 )
-_TILES = [tile for d in attention.HEAD_DIMS for tile in attention.tiles_of(d, d, uneven=True)]
+_TILES = [tile for d in attention.HEAD_DIMS for uneven in (False, True) for tile in attention.tiles_of(d, d, 0, uneven)]
 _CHOICES = {
     "dtype": DTYPES,
     "out_dtype": (*DTYPES, "float32"),
-    "tile": tuple(tile.cpp for tile in _TILES),
+    "tile": tuple(dict.fromkeys(tile.cpp for tile in _TILES)),
     "score": (*range((attention.SOFTCAP | attention.ALIBI) + 1), attention.MULTIPLY),
+    "packed": (False, True),
 }
 KERNEL = KernelSpec(
     source="paged_prefill_sm80.cu",
@@ -38,11 +40,12 @@ KERNEL = KernelSpec(
     template=tuple(_CHOICES),
     choices=_CHOICES,
     smoke=[
-        {"dtype": "float16", "out_dtype": out_dtype, "tile": tile.cpp, "score": 0}
-        for out_dtype in ("float16", "float32")
-        for tile in attention.tiles_of(128, 128, uneven=True)[:2]
+        {"dtype": "float16", "out_dtype": out_dtype, "tile": tile.cpp, "score": 0, "packed": packed}
+        for out_dtype, packed in (("float16", False), ("float16", True), ("float32", False))
+        for tile in attention.tiles_of(128, 128, uneven=packed)[:2]
     ],
     params=PARAMS,
+    spills={"sm_100a": 16, "sm_120a": 8},
 )
 
 
@@ -141,7 +144,6 @@ def plan(
         window_right=right,
         score=attention.score_bits(scale, options.softcap, has_slopes, False),
         varlen=True,
-        paged=True,
     )
     page, _, token, head, dim, _, num_pages, *_ = pool.numbers
     q_strides = [s // q.dtype.itemsize for s in q.strides]
@@ -155,7 +157,7 @@ def plan(
         beside = options.beside and cascade.takes(head_dim, heads // pool.num_heads)
         chosen = hopper.select(problem, device.sm_count, beside)
     else:
-        chosen = attention.select_config(problem, device.sm_count, device.max_shared_bytes)
+        chosen = _select(problem, device)
     blocks = chosen.row_tiles * (heads // chosen.packed) * chosen.splits
     leaves_room = on_hopper and chosen.beside
     if blocks * pool.batch < _MIN_SMS * device.sm_count and not leaves_room:
@@ -171,7 +173,7 @@ def plan(
         k_strides, v_strides = (hopper.page_groups(pool), *k_strides[1:]), (num_pages, *v_strides[1:])
         launch = hopper.launcher(device, problem, pool, chosen, out_dtype, views)
     else:
-        launch = _launcher(device, problem, chosen, out_dtype, blocks * (pool.batch + 1), num_pages)
+        launch = _launcher(device, problem, chosen, out_dtype, num_pages)
     fields = _shape_fields(problem, pool, chosen)
     strides = {"q": (0, *q_strides), "out": (0, *out_strides), "k": k_strides, "v": v_strides}
     for name, values in strides.items():
@@ -194,13 +196,30 @@ def _shape_fields(problem: attention.Problem, pool: Pool, chosen) -> dict:
     return fields | {"block_table_batch": pool.numbers[5], "page_shift": pool.page_size.bit_length() - 1}
 
 
-def _launcher(device, problem: attention.Problem, chosen, out_dtype: str, blocks: int, num_pages: int) -> Callable:
-    """Return what launches paged_prefill_sm80.cu; `blocks` has one sequence more, of the rows past the last."""
-    tile = chosen.tile
-    kernel = KERNEL.kernel(device, dtype=problem.dtype, out_dtype=out_dtype, tile=tile.cpp, score=problem.score)
+def _select(problem: attention.Problem, device) -> attention.Config:
+    """Choose as for sequences of average length, since the true ones are on the device.
+
+    The blocks of a longer one take several of its row tiles each. There are blocks for more than the average, up to a
+    number of which those without rows cost little.
+    """
+    rows = -(-problem.seqlen_q // problem.batches)
+    chosen = attention.select_config(replace(problem, seqlen_q=rows), device.sm_count, device.max_shared_bytes)
+    all_tiles = -(-problem.seqlen_q * chosen.packed // chosen.tile.block_m)
+    units = problem.batches * (problem.heads // chosen.packed) * chosen.splits
+    return replace(chosen, row_tiles=min(all_tiles, max(chosen.row_tiles, _TILES_PER_SM * device.sm_count // units)))
+
+
+def _launcher(device, problem: attention.Problem, chosen, out_dtype: str, num_pages: int) -> Callable:
+    """Return what launches paged_prefill_sm80.cu."""
+    tile, packed = chosen.tile, chosen.packed
+    kernel = KERNEL.kernel(
+        device, dtype=problem.dtype, out_dtype=out_dtype, tile=tile.cpp, score=problem.score, packed=packed > 1
+    )
+    sequences = problem.batches + 1  # one more, of the rows past the last
+    grid = attention.grid_of(problem, chosen.row_tiles, sequences * (problem.heads // packed) * chosen.splits)
 
     def launch(workspace: Workspace, values: tuple) -> None:
-        packed = PARAMS.pack(*values, workspace.zeros(device, _ZEROS), num_pages)
-        kernel.launch((blocks, 1, 1), (tile.threads, 1, 1), (packed,), tile.shared_bytes)
+        args = PARAMS.pack(*values, workspace.zeros(device, _ZEROS), num_pages)
+        kernel.launch(grid, (tile.threads, 1, 1), (args,), tile.shared_bytes)
 
     return launch

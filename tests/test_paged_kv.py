@@ -483,6 +483,18 @@ def test_flash_attention_tiles_in_splits(device, rng, monkeypatch):
     assert merged
 
 
+def test_flash_attention_tiles_of_a_long_sequence(device, rng, monkeypatch):
+    """There are blocks for sequences of average length: a longer one's take several tiles each."""
+    forget_plans(monkeypatch)
+    monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
+    monkeypatch.setattr(_paged_kv_prefill, "_TILES_PER_SM", 0)
+    p = Paged(rng, [230, 9, 5], 1, 64, 16)
+    q = queries(rng, 212, 2, 64)
+    q[209:] = np.nan
+    cu = device.put(np.array([0, 205, 208, 209], np.int32))
+    close(*run(device, p, q, cu_seqlens_q=cu), *ragged_reference(q, p, [205, 3, 1]), "float16", 230)
+
+
 def test_scores_of_ragged_queries(device, rng, kernel):
     """softcap, slopes and a negative scale, in a pool of which one page does not exist and one length is too long."""
     p = Paged(rng, [40, 30], 1, 64, 16)

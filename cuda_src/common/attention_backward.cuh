@@ -114,11 +114,13 @@ template <class T_, class Tile, int ACCESS, int kScore, int kOf> struct Attentio
     __device__ void fetch_stay(const Rows& rows, int first, int end) const {
         const AttentionShape& shape = params.forward.shape;
         fetch_rows<Stay, ACCESS, THREADS>(shared, rows.rows, first, end, shape.head_dim, threadIdx.x);
-        fetch_rows<StayV, ACCESS, THREADS>(shared + Stay::BYTES, rows.rows_v, first, end, shape.head_dim_v, threadIdx.x);
+        fetch_rows<StayV, ACCESS, THREADS>(shared + Stay::BYTES, rows.rows_v, first, end, shape.head_dim_v,
+                                           threadIdx.x);
     }
 
     // Works through rows `range` of what passes by, for one query head. The rows that stay begin at `first`.
-    template <class Block> __device__ void run(const Block& block, const Rows& pass, KeyRange range, int first, int head) {
+    template <class Block>
+    __device__ void run(const Block& block, const Rows& pass, KeyRange range, int first, int head) {
         const int pass_end = kKeysStay ? block.q_len : block.k_len, begin = range.begin / BLOCK_N * BLOCK_N;
         auto fetch = [&](int at, int stage) {
             if (at < range.end) {
@@ -130,7 +132,8 @@ template <class T_, class Tile, int ACCESS, int kScore, int kOf> struct Attentio
                 if (kKeysStay && threadIdx.x < BLOCK_N) {
                     const float2 numbers = numbers_of(block, at + threadIdx.x, head);
                     const uint32_t to = tile + Pass::BYTES + PassV::BYTES + threadIdx.x * 8;
-                    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(numbers.x), "f"(numbers.y) : "memory");
+                    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(numbers.x), "f"(numbers.y)
+                                 : "memory");
                 }
             }
             cp_async_commit();
@@ -247,8 +250,8 @@ private:
                last_key < block.k_len && last < block.q_len;
     }
 
-    // Turns q.k into weights, and dP into the gradient of q.k; both are zero for what a query does not see. kWhole: that
-    // is nothing.
+    // Turns q.k into weights, and dP into the gradient of q.k; both are zero for what a query does not see. kWhole:
+    // that is nothing.
     template <bool kWhole, class Block>
     __device__ void differentiate(const Block& block, Products& p, Products& ds, uint32_t numbers, int at, int first,
                                   int head, const float2 (&own)[2]) const {

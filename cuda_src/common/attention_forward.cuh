@@ -35,7 +35,8 @@ struct AttentionForward {
     using Work = AttentionWork<T, Rows>;
     static constexpr int BLOCK_M = Tile::BLOCK_M, BLOCK_N = Tile::BLOCK_N;
     static constexpr int WARP_M = Tile::WARP_M, THREADS = Tile::THREADS;
-    static constexpr int ATOMS_M = WARP_M / 16, ATOMS_N = BLOCK_N / 8, ATOMS_V = Tile::HEAD_DIM_V / 8, ROWS = 2 * ATOMS_M;
+    static constexpr int ATOMS_M = WARP_M / 16, ATOMS_N = BLOCK_N / 8, ATOMS_V = Tile::HEAD_DIM_V / 8;
+    static constexpr int ROWS = 2 * ATOMS_M;
     using TileQ = RowTile<T, BLOCK_M, Tile::HEAD_DIM>;
     using TileK = RowTile<T, BLOCK_N, Tile::HEAD_DIM>;
     using TileV = RowTile<T, BLOCK_N, Tile::HEAD_DIM_V>;
@@ -46,6 +47,11 @@ struct AttentionForward {
     using Scores = float[ATOMS_M][ATOMS_N][4];
     using Weights = uint32_t[ATOMS_M][ATOMS_N / 2][4];
     using Accumulators = float[ATOMS_M][ATOMS_V][4];
+    // Steps of q k^T, each of 16 columns, whose fragments of q stay in registers: as many as there are, where heads are
+    // so wide that a warp has 16 rows.
+    static constexpr int STEPS = Tile::HEAD_DIM / 16, SPARE = 192 - ATOMS_M * (ATOMS_N + ATOMS_V) * 4;
+    static constexpr int KEPT = Tile::HEAD_DIM_V > 128 && WARP_M == 16 ? clamp(SPARE / 4, 0, STEPS) : 0;
+    using Kept = uint32_t[max_of(KEPT, 1)][4];
     // With 32 rows of so many columns a warp has no registers to fetch values while it still makes weights.
     static constexpr bool kApart = WARP_M == 32 && Tile::HEAD_DIM_V > 96;
 
@@ -56,6 +62,10 @@ struct AttentionForward {
     const int warp, lane;
     OnlineSoftmax<ATOMS_M> softmax;
     Accumulators acc;
+    // A thread copies every ROW_STEP-th row of a block of keys and of its values.
+    static constexpr int THREADS_PER_ROW = TileK::PANEL_COLS * int(sizeof(T)) / 16;
+    static constexpr int ROW_STEP = THREADS / THREADS_PER_ROW;
+    typename Rows<T>::template Found<BLOCK_N / ROW_STEP, ROW_STEP> found;
 
     __device__ AttentionForward(const AttentionParams& params_, Work& work_, uint32_t shared_)
         : params(params_),
@@ -76,6 +86,7 @@ struct AttentionForward {
         KeyRange keys = mine.keys(shape, first_query, last_query, BLOCK_N);
         keys.begin = keys.begin / BLOCK_N * BLOCK_N;
         if (!keys.is_empty()) {
+            look(k, keys.begin, keys.end);
             fetch_q(mine, first, last);
             fetch_keys(k, keys.begin, keys.end);
         }
@@ -84,11 +95,14 @@ struct AttentionForward {
         const int plain_begin = uniform(mine.visible(shape, last_query).begin);
         const int plain_end = uniform(mine.visible(shape, first_query).end), keys_end = uniform(keys.end);
         if (keys.is_empty()) __syncthreads();
+        Kept kept;
 #pragma unroll 1
         for (int key = uniform(keys.begin); key < keys_end; key += BLOCK_N) {
             cp_async_wait<0>();
             __syncthreads();  // the keys are visible to all, and all have left the values before
+            if (KEPT > 0 && key == keys.begin) keep(kept);
             fetch_values(key, keys_end);
+            look(rows_k(), key + BLOCK_N, keys_end);
             bool sees_some = true, sees_all = true;
             const bool is_cut = key < plain_begin || key + BLOCK_N > plain_end;
             if (is_cut) {
@@ -108,7 +122,7 @@ struct AttentionForward {
             Weights weights;
             if (sees_some) {
                 Scores scores = {};
-                multiply_qk(scores);
+                multiply_qk(scores, kept);
                 pass_on();
                 if (!kPlain || !sees_all) make_scores(scores, key, sees_all);
                 softmax.template step<T>(scores, weights, acc, kPlain ? shape.scale : 1.0f);
@@ -171,25 +185,24 @@ private:
     __device__ uint32_t tile_v() const { return shared + TileQ::BYTES + TileK::BYTES; }
 
     // Strides from the parameters, where reading them costs nothing.
-    __device__ Rows<T> rows_k() const { return with_strides(work.k, params.shape.k); }
-    __device__ Rows<T> rows_v() const { return with_strides(work.v, params.shape.v); }
-    static __device__ StridedRows<T> with_strides(const StridedRows<T>& rows, const AttentionStrides& s) {
-        return {rows.base, s.row, s.col};
-    }
-    template <class Other> static __device__ const Other& with_strides(const Other& rows, const AttentionStrides&) {
-        return rows;
+    __device__ Rows<T> rows_k() const { return work.k.with(params.shape.k); }
+    __device__ Rows<T> rows_v() const { return work.v.with(params.shape.v); }
+
+    // Looks up where a block of keys and values is, a block ahead: the copies would wait for it.
+    __device__ void look(const Rows<T>& rows, int key, int end) {
+        found.look(rows, key + made_anew(threadIdx.x) / THREADS_PER_ROW, end);
     }
 
     // Start the copies of a block of keys, of which there may be none left, or of values. What places follow from the
     // thread is made anew, since the scores need the registers.
     __device__ void fetch_keys(const Rows<T>& rows, int key, int end) const {
-        const int cols = params.shape.head_dim;
-        if (key < end) fetch_tile<TileK, ACCESS, THREADS>(tile_k(), rows, key, end, cols, made_anew(threadIdx.x));
+        const int cols = params.shape.head_dim, thread = made_anew(threadIdx.x);
+        if (key < end) fetch_tile<TileK, ACCESS, THREADS>(tile_k(), found.in(rows), key, end, cols, thread);
         cp_async_commit();
     }
     __device__ void fetch_values(int key, int end) const {
-        const int cols = params.shape.head_dim_v;
-        fetch_tile<TileV, ACCESS, THREADS>(tile_v(), rows_v(), key, end, cols, made_anew(threadIdx.x));
+        const int cols = params.shape.head_dim_v, thread = made_anew(threadIdx.x);
+        fetch_tile<TileV, ACCESS, THREADS>(tile_v(), found.in(rows_v()), key, end, cols, thread);
         cp_async_commit();
     }
 
@@ -221,16 +234,31 @@ private:
         }
     }
 
-    __device__ void multiply_qk(Scores& scores) const {
+    // Reads the fragments of q that stay.
+    __device__ void keep(Kept& kept) const {
+        const ReaderQ reader(warp * WARP_M, lane);
+#pragma unroll
+        for (int step = 0; step < KEPT; ++step) read_q(kept[step], reader, 0, step);
+    }
+    __device__ void read_q(uint32_t (&q)[4], const ReaderQ& reader, int i, int step) const {
+        reader.read(q, shared + TileQ::panel(step * 16), i, step % (TileQ::PANEL_COLS / 16));
+    }
+
+    __device__ void multiply_qk(Scores& scores, const Kept& kept) const {
         const int own = made_anew(lane);
         const ReaderQ reader_q(warp * WARP_M, own);
         const ReaderK reader_k(0, own);
 #pragma unroll
-        for (int step = 0; step < Tile::HEAD_DIM / 16; ++step) {
+        for (int step = 0; step < STEPS; ++step) {
             uint32_t q[ATOMS_M][4];
 #pragma unroll
             for (int i = 0; i < ATOMS_M; ++i) {
-                reader_q.read(q[i], shared + TileQ::panel(step * 16), i, step % (TileQ::PANEL_COLS / 16));
+                if (step < KEPT) {
+#pragma unroll
+                    for (int part = 0; part < 4; ++part) q[i][part] = kept[step][part];
+                } else {
+                    read_q(q[i], reader_q, i, step);
+                }
             }
 #pragma unroll
             for (int pair = 0; pair < ATOMS_N / 2; ++pair) {
@@ -358,8 +386,8 @@ private:
         }
     }
 
-    // Elements e and e + 1 of each atom, times `factor`, where the row exists: lanes of a quad exchange what they have, so
-    // that each writes 16 bytes.
+    // Elements e and e + 1 of each atom, times `factor`, where the row exists: lanes of a quad exchange what they have,
+    // so that each writes 16 bytes.
     __device__ void write_quads(Out* row, bool exists, const float (&values)[ATOMS_V][4], int e, float factor) const {
         Out* out = row + made_anew(lane % 4 * 8);
 #pragma unroll
@@ -384,8 +412,8 @@ private:
         if (shape.out_pairs && shape.head_dim_v == Tile::HEAD_DIM_V) {
 #pragma unroll
             for (int j = 0; j < ATOMS_V; ++j) {
-                const Vector<Out, 2> pair = {narrow<Out>(values[j][e] * factor), narrow<Out>(values[j][e + 1] * factor)};
-                *reinterpret_cast<Vector<Out, 2>*>(out + first_col + j * 8) = pair;
+                const Out low = narrow<Out>(values[j][e] * factor), high = narrow<Out>(values[j][e + 1] * factor);
+                *reinterpret_cast<Vector<Out, 2>*>(out + first_col + j * 8) = {low, high};
             }
         } else {
             Out* to = out + first_col * shape.out.col;
@@ -398,5 +426,23 @@ private:
         }
     }
 };
+
+// Works through a block's tile of rows and every `tiles`-th one after it: of the rows past the last sequence, and of
+// one that is longer than was known, there may be any number. k and v are the rows of the block's sequence and head.
+template <class Forward, class Rows>
+__device__ inline void run_tiles(const AttentionParams& params, AttentionBlock block, Rows k, Rows v, int tiles) {
+    extern __shared__ __align__(128) char shared[];
+    __shared__ __align__(16) char storage[sizeof(typename Forward::Work)];
+    auto& work = *reinterpret_cast<typename Forward::Work*>(storage);
+    int tile = block.tile;
+    while (tile * Forward::BLOCK_M < block.rows(params.shape)) {
+        Forward forward(params, work, shared_address(shared));
+        forward.run(block, k, v, tile);
+        forward.finish();
+        tile = work.first / Forward::BLOCK_M + tiles;
+        block = work.block, k = work.k, v = work.v;
+        __syncthreads();
+    }
+}
 
 }  // namespace rawops

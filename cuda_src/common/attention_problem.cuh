@@ -119,8 +119,8 @@ struct AttentionBlock {
         return {max_of(same - shape.window_left, 0), min_of(same + shape.window_right + 1, k_len)};
     }
 
-    // Keys that any of the queries from `first` to `last` sees, in the block's split: whole multiples of `step`, but for
-    // the ends.
+    // Keys that any of the queries from `first` to `last` sees, in the block's split: whole multiples of `step`, but
+    // for the ends.
     __device__ KeyRange keys(const AttentionShape& shape, int first, int last, int step) const {
         KeyRange all = {visible(shape, first).begin, visible(shape, last).end};
         if (shape.splits > 1 && !all.is_empty()) {

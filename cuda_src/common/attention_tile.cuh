@@ -1,5 +1,6 @@
 // Rows of q, k and v in shared memory, and where they come from.
 #pragma once
+#include "attention_problem.cuh"
 #include "copy.cuh"
 
 namespace rawops {
@@ -30,6 +31,13 @@ template <class T> struct StridedRows {
     const T* base;
     int64_t row, col;
     __device__ const T* at(int i) const { return base + i * row; }
+    __device__ StridedRows with(const AttentionStrides& s) const { return {base, s.row, s.col}; }
+
+    // What a thread looks up of COUNT rows, STEP apart, before it copies them: nothing.
+    template <int COUNT, int STEP> struct Found {
+        __device__ void look(const StridedRows&, int, int) {}
+        __device__ const StridedRows& in(const StridedRows& rows) const { return rows; }
+    };
 };
 
 // Row i is query i / packed of head i % packed.
