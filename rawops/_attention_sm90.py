@@ -33,7 +33,7 @@ _ROWS = 64  # of a consumer
 _SHORT, _LONG = 1024, 4096  # keys
 _KEYS = {64: 128, 96: 176, 128: 128, 192: 112, 256: 80}  # of a block, by the wider head
 _KEYS_SCORED = {64: 128, 96: 128, 128: 112, 192: 96, 256: 64}
-_KEYS_8BIT = {64: 128, 96: 192, 128: 192, 192: 128, 256: 96}
+_KEYS_8BIT = {64: 128, 96: 96, 128: 96, 192: 128, 256: 96}
 TASK_BYTES = 68  # of an AttentionTask
 _ROOM_BYTES = 226 << 10  # of shared memory for operands
 
@@ -92,8 +92,8 @@ SM90_8BIT = KernelSpec(
         dict(zip(_TEMPLATE_8BIT, values, strict=True))
         for values in (
             (64, 64, 3, 128, 3, True, "bfloat16"),
-            (96, 96, 2, 192, 2, True, "float16"),
-            (128, 128, 2, 192, 2, True, "bfloat16"),
+            (96, 96, 3, 96, 3, True, "float16"),
+            (128, 128, 3, 96, 3, True, "bfloat16"),
             (192, 128, 2, 128, 2, True, "float32"),
             (256, 256, 2, 96, 2, False, "bfloat16"),
         )
@@ -101,7 +101,6 @@ SM90_8BIT = KernelSpec(
     min_arch=90,
     max_arch=90,
     params=PARAMS,
-    spills={"sm_90a": 160},
 )
 SCALES = ParamStruct(
     "AttentionScales",
@@ -176,14 +175,14 @@ def select_config(problem: Problem, sm_count: int, num_splits: int | None = None
             block_n = 176
         elif wide == 192 and dv <= 128:
             block_n += 16
-    consumers = 3 if wide == 64 and is_plain else 2
+    consumers = 3 if wide <= (64 if itemsize == 2 else 128) and is_plain else 2
     section = section_of(problem.seqlen_k, (d + dv) * itemsize // 2) * problem.group
     if problem.seqlen_k <= _SHORT and not problem.is_masked:
         # A first tile that reads all of its head's keys from memory takes longer than one that finds them in the L2
         # or on their way there: all tiles of a head at a time.
         heads = -(-sm_count // max(1, -(-problem.seqlen_q // (consumers * _ROWS))))
         section = min(section, -(-heads // problem.group) * problem.group)
-    stages = 3 if wide == 64 else 2
+    stages = 3 if wide == 64 or consumers == 3 else 2
     config = Config(consumers, block_n, stages, wide < 256, section, d, dv, itemsize=itemsize)
     if num_splits is None:
         num_splits = splits_for(_tiles(problem, config), -(-problem.seqlen_k // block_n), sm_count)

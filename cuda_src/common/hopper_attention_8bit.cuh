@@ -72,23 +72,38 @@ template <> struct AttentionAtom<__nv_fp8_e4m3> {
     }
 };
 
-// Transposes 16 columns of all keys, 32 keys at a time. Where those lie differs by constants.
+// How many times 16 columns a warp transposes at once. With three consumers, of narrower rows, one is as fast.
+template <class Tile> __device__ constexpr int transposed_sets() {
+    return Tile::CONSUMERS == 2 && Tile::BLOCK_N < 192 && Tile::DV % (2 * Tile::TRANSPOSERS * 16) == 0 ? 2 : 1;
+}
+
+// Transposes 16 columns of all keys, or two times 16, 32 keys at a time: up to six loads are under way together. Where keys
+// lie differs by constants.
 template <class Tile> __device__ inline void transpose_columns(uint32_t to, uint32_t from, int cols, int lane) {
     constexpr int PARTS = Tile::BLOCK_N / 32, GROUP = PARTS % 6 == 0 ? 6 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
-    const int box = cols / Tile::BOX_V, chunk = cols % Tile::BOX_V / 16;
-    from += box * Tile::BLOCK_N * Tile::SPAN_V + swizzled_offset<Tile::SPAN_V>(lane, chunk);
+    constexpr int SETS = transposed_sets<Tile>();
+    uint32_t source[SETS];
+#pragma unroll
+    for (int set = 0; set < SETS; ++set) {
+        const int at = cols + set * Tile::TRANSPOSERS * 16, box = at / Tile::BOX_V, chunk = at % Tile::BOX_V / 16;
+        source[set] = from + box * Tile::BLOCK_N * Tile::SPAN_V + swizzled_offset<Tile::SPAN_V>(lane, chunk);
+    }
     const int col = cols + lane % 8 * 2 + lane / 8 % 2;
 #pragma unroll
     for (int part = 0; part < PARTS; part += GROUP) {
-        uint32_t r[GROUP][4];
+        uint32_t r[SETS * GROUP][4];
 #pragma unroll
-        for (int i = 0; i < GROUP; ++i) ldmatrix<true>(r[i], from + (part + i) * 32 * Tile::SPAN_V);
+        for (int i = 0; i < SETS * GROUP; ++i) {
+            ldmatrix<true>(r[i], source[i / GROUP] + (part + i % GROUP) * 32 * Tile::SPAN_V);
+        }
 #pragma unroll
-        for (int i = 0; i < GROUP; ++i) {
+        for (int i = 0; i < SETS * GROUP; ++i) {
             uint32_t w[4];  // even columns of the first 16 keys, odd ones; then those of the other 16
 #pragma unroll
             for (int j = 0; j < 4; ++j) w[j] = __byte_perm(r[i][j / 2 * 2], r[i][j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
-            stmatrix(to + AttentionAtom<__nv_fp8_e4m3>::transposed_offset<Tile>(col, (part + i) * 2 + lane / 16), w);
+            stmatrix(to + AttentionAtom<__nv_fp8_e4m3>::transposed_offset<Tile>(
+                              col + i / GROUP * Tile::TRANSPOSERS * 16, (part + i % GROUP) * 2 + lane / 16),
+                     w);
         }
     }
 }
@@ -111,7 +126,7 @@ template <class Tile> __device__ void transpose_values(const AttentionExchange<T
             barrier_wait(exchange.raw_barriers.full(slot.stage), slot.phase);
             barrier_wait(exchange.v_barriers.empty(slot.stage), slot.phase ^ 1);
 #pragma unroll 1
-            for (int cols = warp * 16; cols < Tile::DV; cols += Tile::TRANSPOSERS * 16) {
+            for (int cols = warp * 16; cols < Tile::DV; cols += transposed_sets<Tile>() * Tile::TRANSPOSERS * 16) {
                 transpose_columns<Tile>(to, from, cols, lane);
             }
             fence_async_proxy();

@@ -60,8 +60,9 @@ struct HopperAttention {
                                    (1 + kBytes + kSearches) * RingBarriers<STAGES>::BYTES +
                                    (1 + kStages) * RingBarriers<Q_SLOTS * CONSUMERS>::BYTES +
                                    RingBarriers<PLACES>::BYTES;
-    static constexpr int PRODUCER_REGISTERS = kPaged ? 72 : CONSUMERS == 3 ? 32 : 40;
-    static constexpr int REGISTERS = kPaged ? 216 : CONSUMERS == 3 ? 160 : 232;
+    // Of a thread. Who transposes values needs more than who copies.
+    static constexpr int PRODUCER_REGISTERS = kPaged ? 72 : kBytes ? 56 : CONSUMERS == 3 ? 32 : 40;
+    static constexpr int REGISTERS = kPaged ? 216 : (CONSUMERS == 3 ? 160 : 232) - (kBytes ? 8 : 0);
     static constexpr int TRANSPOSERS = kBytes ? 2 : 0;  // warps
     static constexpr int COPIERS = kPaged ? 3 : 1;  // warps of the producer that start copies
     static constexpr int READERS = COPIERS + CONSUMERS + TRANSPOSERS + kStages + kSearches;  // of tasks
