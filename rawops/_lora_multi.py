@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rawops import _gemm_sm90, config
+from rawops import _gemm_sm90, _lora_beside, config
 from rawops._gemm_call import ONE, Launch, OnHopper
 from rawops._gemm_config import Config, Problem
 from rawops._gemm_operands import (
@@ -65,6 +65,8 @@ class _Stack:
     non_finite : array (max_loras,) int32
         Whether b has an infinity or a NaN.
     slices : array (slices, 2) int32
+    counters : array (2,) int32
+        Zero between calls, see _lora_beside.py.
     """
 
     a: object
@@ -73,6 +75,7 @@ class _Stack:
     scalings: object
     non_finite: object
     slices: object
+    counters: object
     first_slice: tuple[int, int]
 
     @classmethod
@@ -85,9 +88,10 @@ class _Stack:
             scalings=device.empty((max_loras,), np.dtype("float32")),
             non_finite=device.empty((max_loras,), np.dtype("int32")),
             slices=device.empty((len(slices), 2), np.dtype("int32")),
+            counters=device.empty((2,), np.dtype("int32")),
             first_slice=slices[0],
         )
-        stack.ranks[...] = 0
+        stack.ranks[...] = stack.counters[...] = 0
         for i, bounds in enumerate(slices):
             for j, bound in enumerate(bounds):
                 stack.slices[i, j] = bound
@@ -95,6 +99,30 @@ class _Stack:
 
     def addresses(self, device) -> list[int]:
         return [device.pointer(x) for x in (self.a, self.b, self.ranks, self.scalings, self.non_finite, self.slices)]
+
+    def beside(self, device) -> _lora_beside.Adapters | None:
+        """Describe it for the kernel that makes x @ a beside x @ c, None where that cannot take it."""
+        max_loras, N, slot_rank = self.b.shape
+        if slot_rank > _lora_beside.RANKS or len(self.slices) > 1 or self.first_slice != (0, N) or max_loras == 0:
+            return None
+        *found, _ = self.addresses(device)
+        return _lora_beside.Adapters(*found, device.pointer(self.counters), self.a.shape[-1], max_loras)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What comes before a product.
+
+    Attributes
+    ----------
+    sort : callable
+        Launches it and returns the kernels' Adapters.
+    beside : tuple
+        For the kernel that needs nothing before: addresses of x and lora_indices, the stride of these, where y goes.
+    """
+
+    sort: Callable[[], bytes]
+    beside: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -108,7 +136,7 @@ class _Streamed:
 
     def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
         _kept, addend = self.addend()
-        self.expand.launch(self.grid, (THREADS, 1, 1), (operands[-1], addend))
+        self.expand.launch(self.grid, (THREADS, 1, 1), (operands[-1].sort(), addend))
         addresses = [*addresses[:3], addend, *addresses[4:]]
         self.product.run(operands, addresses, alpha, ONE)
 
@@ -121,9 +149,10 @@ def _is_streamed(described: dict, sizes: Sizes) -> bool:
 
 
 class _SortedProduct(Base):
-    """x @ c on sorted rows with the low-rank part beside it; the last operand is the kernels' Adapters, packed."""
+    """x @ c on sorted rows with the low-rank part beside it; the last operand is a `_Before`."""
 
     is_plain = False  # to the checks of Product
+    stack: _Stack
 
     def _steps_of(self, device, request: Request, types, described: dict, further: dict, folded, sizes: Sizes):
         if sizes.M == 1 and _is_streamed(described, sizes):
@@ -164,12 +193,16 @@ class _SortedProduct(Base):
         device, inputs, M, _, K, _, _ = described
         x = inputs["a"]
         in_order = comes_in_order(device, M, K, x.alignment, x.row, x.col)
-        return OnHopper(plan(*described, in_order), shape, lambda operands, _: ((operands[-1],), None))
+        adapters = self.stack.beside(device) if in_order else None
+        beside = adapters and _lora_beside.plan(*described, adapters)
+        if beside is not None:
+            return OnHopper(beside, shape, lambda operands, _: (operands[-1].beside, None))
+        return OnHopper(plan(*described, in_order), shape, lambda operands, _: ((operands[-1].sort(),), None))
 
     def kernel(self, device, request: Request, problem: Problem, config, choices: dict, further: dict):
         kernel = SM80[problem.kind].kernel(device, **{name: choices[name] for name in SM80[problem.kind].template})
         memory = config.tile.shared_bytes(dtypes.itemsize(problem.dtype))
-        return kernel, memory, lambda operands, _: (operands[-1], None)
+        return kernel, memory, lambda operands, _: (operands[-1].sort(), None)
 
 
 class _MultiProduct(Base):
@@ -177,10 +210,14 @@ class _MultiProduct(Base):
 
     roles = (*ROLES, "lora_indices")
 
-    def __init__(self, function: str, activation: str | None, stack: _Stack) -> None:
+    stack: _Stack
+
+    def __init__(self, function: str, activation: str | None) -> None:
         super().__init__(function, Options(activation), {})
-        self.stack = stack
         self._sorted = _SortedProduct(function, self.options, self.workspaces)
+
+    def use(self, stack: _Stack) -> None:
+        self.stack = self._sorted.stack = stack
 
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
         x, c, *_, indices = operands
@@ -208,8 +245,8 @@ class _MultiProduct(Base):
         choices = {"dtype": dtypes.name(dtype), "is_aligned": is_aligned, "groups": M <= MOST_GROUPED}
         shrink = SHRINK.kernel(device, atoms=2 if slot_rank <= 16 else 4, **choices)
         group = None if M <= MOST_GROUPED else GROUP.kernel(device)
-        sorted_row = row_of_sorted(K)
-        of_shrink = (x_row, x_col, a_row, sorted_row, indices.strides[0] // 4, M, K, max_loras, slot_rank, capacity)
+        sorted_row, index_stride = row_of_sorted(K), indices.strides[0] // 4
+        of_shrink = (x_row, x_col, a_row, sorted_row, index_stride, M, K, max_loras, slot_rank, capacity)
         of_adapters = (
             x_row if in_order else sorted_row,
             max_loras,
@@ -227,13 +264,17 @@ class _MultiProduct(Base):
         def steps(operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
             _kept, (sorted_x, y, infos) = workspaces()
             x, sorted_x = (addresses[0], 0) if in_order else (sorted_x, sorted_x)
-            pointers = (addresses[0], a, addresses[-1], ranks, non_finite, scalings, sorted_x, y)
-            params = SHRINK_PARAMS.pack(*pointers, infos, infos + 16 * capacity, *of_shrink)
-            if group is not None:
-                group.launch((-(-M // GROUP_ROWS), 1, 1), (THREADS, 1, 1), (params,))
-            shrink.launch(grid, (SHRINK_THREADS, 1, 1), (params,))
-            adapters = ADAPTERS.pack(b, y, ranks, columns, infos, *of_adapters)
-            run((*operands[: len(ROLES)], adapters), [x, *addresses[1 : len(ROLES)]], alpha, beta)
+
+            def sort() -> bytes:
+                pointers = (addresses[0], a, addresses[-1], ranks, non_finite, scalings, sorted_x, y)
+                params = SHRINK_PARAMS.pack(*pointers, infos, infos + 16 * capacity, *of_shrink)
+                if group is not None:
+                    group.launch((-(-M // GROUP_ROWS), 1, 1), (THREADS, 1, 1), (params,))
+                shrink.launch(grid, (SHRINK_THREADS, 1, 1), (params,))
+                return ADAPTERS.pack(b, y, ranks, columns, infos, *of_adapters)
+
+            before = _Before(sort, (addresses[0], addresses[-1], index_stride, y))
+            run((*operands[: len(ROLES)], before), [x, *addresses[1 : len(ROLES)]], alpha, beta)
 
         return steps
 
@@ -257,7 +298,8 @@ class MultiLoRA:
     configured without tuning.
 
     One launch sorts the rows by adapter and makes ``x @ a`` on tensor cores (two launches for more than 256 rows; up to
-    64 rows stay as they are on Hopper, and the GEMM does not wait for it). The next is the GEMM, whose tiles take in
+    64 rows stay as they are on Hopper, where the GEMM does not wait for it, or makes ``x @ a`` itself, if adapters and
+    ranks are few). The next is the GEMM, whose tiles take in
     ``b`` once for all their rows of an adapter: segments of rows as in Punica's SGMV (arXiv:2310.18547), where a row
     alone is a segment of one. Nothing synchronises, and the grid does not depend on lora_indices: a captured call may
     be replayed with others.
@@ -306,14 +348,15 @@ class MultiLoRA:
         self.max_loras = checks.int_range(function, "max_loras", max_loras, 0, MAX_SIZE)
         self.max_rank = checks.int_range(function, "max_rank", max_rank, 0, MAX_SIZE)
         self.slices = check_slices(function, slices, self.c.shape[1])
-        self._product = _MultiProduct(function, activation, None)
+        self._product = _MultiProduct(function, activation)
         if self.bias is not None:
             check_bias(function, self.bias, self._product.types.of_addends(dtype), self.c.shape[1])
         check_columns(function, self.c, activation)
         self._device, self._current = device, _current_of(device)
         with self._current():
             stack = _Stack.empty(device, self.c.dtype, self.c.shape, self.max_loras, self.max_rank, self.slices)
-        self._product.stack = self._stack = stack
+        self._product.use(stack)
+        self._stack = stack
 
     def load(self, slot: int, a, b, scaling: float = 1.0) -> None:
         """Copy an adapter into a slot, in the place of what was there.
@@ -344,6 +387,7 @@ class MultiLoRA:
                 if rank:
                     stack.a[slot, i, :rank, :K] = pair[0].T
                     stack.b[slot, start:stop, :rank] = pair[1].T
+                    stack.b[slot, start:stop, rank:] = 0
                     stack.non_finite[slot] |= _has_non_finite(pair[1])
                 stack.ranks[slot, i] = rank
             stack.scalings[slot] = scaling

@@ -262,9 +262,9 @@ def test_non_finite_values(device, rng, dtype):
     check_non_finite_values(device, rng, dtype)
 
 
-def check_non_finite_scaling(device, rng, dtype):
+def check_non_finite_scaling(device, rng, dtype, K=24):
     """It reaches the rows of its adapter; the others are as without it, bit for bit."""
-    M, N, K = 12, 40, 24
+    M, N = 12, 40
     x, c = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
     op, usual = (MultiLoRA(device.put(c.T.copy()).T, 3, 8) for _ in range(2))
     (a, b, _), other = adapter(rng, K, N, 8, 1.0, dtype), adapter(rng, K, N, 5, 2.0, dtype)
@@ -470,7 +470,7 @@ def test_hopper_rows_without_an_adapter(hopper, force, monkeypatch, rng, in_turn
         op = MultiLoRA(c, 2, 8, **always)
         load(hopper, op, {0: adapter(rng, K, N, 8, dtype="bfloat16")})
         got = op(x, hopper.put(indices), **now)
-        assert ran_on_hopper(hopper, "lora_multi_sm90")
+        assert ran_on_hopper(hopper, "lora_multi_sm90" if in_turn and not always and not now else "lora_")
         base = rawops.gemm(x, c, **always, **now)
         np.testing.assert_array_equal(bits(hopper, got)[indices < 0], bits(hopper, base)[indices < 0])
         assert (bits(hopper, got)[indices == 0] != bits(hopper, base)[indices == 0]).any()
@@ -493,6 +493,84 @@ def test_hopper_epilogue(hopper, force, rng, out_dtype):
     assert ran_on_hopper(hopper, "lora_multi_sm90")
     want = reference(x, c, adapters, indices, activation="swiglu") + residual
     assert_close(hopper.get(out), want, np.float16, k=4 * (K + 8))
+
+
+# tile, its columns, rows, ranks, activation, order of the weight
+BESIDE = [
+    (64, 64, (7, 16, 5), None, "F"),
+    (128, 40, (16, 1, 3), None, "C"),
+    (64, 20, (4, 9, 16), "swiglu", "F"),
+    (96, 64, (2, 16, 16), "gelu", "F"),
+]
+
+
+@pytest.mark.parametrize("block_n, M, ranks, activation, order", BESIDE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hopper_beside(hopper, force, rng, dtype, block_n, M, ranks, activation, order):
+    """Few rows with few ranks: y is made in the same launch; several tiles a block, more adapters than a stage has."""
+    force(block_n, block_m=64, stages=3)
+    N, K, slots = block_n * 3 + 16, 640, 20
+    x, c = ((rng.standard_normal(shape) * 0.3).astype(DTYPES[dtype]) for shape in ((M, K), (K, N)))
+    weight = hopper.put(c) if order == "C" else hopper.put(c.T.copy()).T
+    bias = rng.standard_normal(N).astype(np.float32) if activation == "gelu" else None
+    op = MultiLoRA(weight, slots, max(ranks), bias=None if bias is None else hopper.put(bias), activation=activation)
+    poison(op)
+    adapters = {slot: adapter(rng, K, N, ranks[slot % 3], 0.25, dtype) for slot in range(slots - 1)}
+    load(hopper, op, adapters)
+    on_device, cols = hopper.put(x), N // 2 if activation == "swiglu" else N
+    base = rawops.gemm(on_device, weight, bias=op.bias, activation=activation)
+    for choices in (range(-1, slots + 1), [3], [-1], [5, -1, 7, 7]):
+        indices = rng.choice(list(choices), M).astype(np.int32)
+        out = hopper.guarded((M, cols), DTYPES[dtype])
+        op(on_device, hopper.put(indices), out=out)
+        assert ran_on_hopper(hopper, "lora_beside_sm90")
+        want = reference(x, c, adapters, indices, bias=bias, activation=activation)
+        assert_close(hopper.get(out), want, DTYPES[dtype], k=4 * (K + 16))
+        without = [i for i, index in enumerate(indices) if index not in adapters]
+        np.testing.assert_array_equal(bits(hopper, out)[without], bits(hopper, base)[without])
+        order = rng.permutation(M)
+        again = op(hopper.put(x[order]), hopper.put(indices[order]))
+        np.testing.assert_array_equal(bits(hopper, again), bits(hopper, out)[order])
+
+
+def test_hopper_many_adapters(hopper, force, monkeypatch, rng):
+    """More than are made in time have a launch before the product."""
+    force(64, block_m=64, stages=3)
+    x, c = integers(rng, (20, 64)), integers(rng, (64, 72))
+    monkeypatch.setattr("rawops._lora_beside._ADAPTERS_OF_MAKER", 1)
+    indices = (np.arange(20) % 18 - 1).astype(np.int32)
+    for slots, entry in ((16, "lora_beside_sm90"), (17, "lora_multi_sm90")):
+        op = MultiLoRA(hopper.put(c), slots, 16)
+        adapters = {slot: adapter(rng, 64, 72, 9) for slot in range(slots)}
+        load(hopper, op, adapters)
+        got = op(hopper.put(x), hopper.put(indices))
+        assert ran_on_hopper(hopper, entry)
+        same(hopper, got, reference(x, c, adapters, indices))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hopper_beside_intermediate(hopper, force, rng, dtype):
+    """float32, without a limit, and what is infinite or NaN stays where it belongs."""
+    force(64, block_m=64, stages=3)
+    check_intermediate_past_65504(hopper, dtype)
+    assert ran_on_hopper(hopper, "lora_beside_sm90")
+    check_non_finite_scaling(hopper, rng, dtype, K=64)
+    assert ran_on_hopper(hopper, "lora_beside_sm90")
+    M, N, K = 12, 40, 64
+    x, c = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
+    x[:, 0] += x.sum(axis=1) == 0
+    x[4, 7] = np.nan
+    op = MultiLoRA(hopper.put(c.T.copy()).T, 3, 8)
+    adapters = {slot: adapter(rng, K, N, 8, 1.0, dtype) for slot in (0, 1)}
+    adapters[0][0][:, 0], adapters[0][1][0, 3], adapters[0][1][0, 5] = 1, np.inf, np.nan
+    load(hopper, op, adapters)
+    indices = np.resize([0, 1, -1], M).astype(np.int32)
+    got = hopper.get(op(hopper.put(x), hopper.put(indices)))
+    assert ran_on_hopper(hopper, "lora_beside_sm90")
+    with np.errstate(invalid="ignore"):
+        want = reference(x, c, adapters, indices)
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(DTYPES[dtype]).astype(np.float64))
+    assert np.isinf(want[indices == 0][:, 3]).any() and np.isfinite(want[indices == 1]).any()
 
 
 @pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")

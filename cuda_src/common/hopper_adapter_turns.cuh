@@ -7,6 +7,34 @@
 
 namespace rawops {
 
+// acc += y @ b rank by rank on the CUDA cores, for the thread's rows g and g + 8 that are `inside`, whose y lie
+// `distance` apart. b is at `place`, 32 bytes a column as TMA swizzles them; of its columns from .. to - 1 are added.
+template <class T, int COUNT>
+__device__ inline void add_ranks_one_by_one(float (&acc)[COUNT], const float* y, int distance, int ranks,
+                                            const bool (&inside)[2], uint32_t place, int from, int to, int lane) {
+#pragma unroll 1
+    for (int rank = 0; rank < ranks; ++rank) {
+        const int col = lane % 4 * 2;  // of the thread's first column, the others are eight apart
+        int low = from - col, high = to - col;
+        asm volatile("" : "+r"(low), "+r"(high));  // or there is a register for every column
+        const uint32_t words = place + swizzled_offset<32>(col, rank / 8) + rank % 8 / 2 * 4;
+        float values[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) values[half] = inside[half] ? y[half * distance + rank] : 0;
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; ++i) {
+            const int further = i / 2 * 8 + i % 2;
+            const float2 pair = widen_pair<T>(load_word(words + further * 32));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float& sum = acc[i / 2 * 4 + half * 2 + i % 2];
+                const float more = fmaf(values[half], rank % 2 ? pair.y : pair.x, sum);
+                if (inside[half] && further >= low && further < high) sum = more;
+            }
+        }
+    }
+}
+
 // What a consumer adds to 64 of its rows: pass by pass, each with sixteen ranks of a slice, and in a pass adapter by
 // adapter. All threads fetch b of an adapter, 32 bytes a column, to one of the BUFFERS places where the staging tile is
 // later. There wgmma reads it, with zeros for y of the rows that have another one. Registers are scarce beside the sums of
@@ -145,33 +173,11 @@ private:
 
     // The same where something is infinite or NaN, which would not stay in its row or column.
     __device__ void add_one_by_one(Sums& acc, uint64_t members, int of_rank, int buffer) const {
-        const uint32_t place = shared_address(self.staging) + buffer * BYTES;
         const int own = self.warp_row() + self.lane() / 4;
         const float* y = adapters.y + (int64_t(slice) * adapters.capacity + first + own) * adapters.slot_rank + begin;
         const bool inside[2] = {(members >> own & 1) != 0, (members >> own + 8 & 1) != 0};
-#pragma unroll 1
-        for (int rank = 0; rank < min_of(of_rank - begin, 16); ++rank) {
-            const int col = self.lane() % 4 * 2;  // of the thread's first column, the others are eight apart
-            int low = from - n - col, high = to - n - col;
-            asm volatile("" : "+r"(low), "+r"(high));  // or there is a register for every column
-            const uint32_t words = place + swizzled_offset<32>(col, rank / 8) + rank % 8 / 2 * 4;
-            float values[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                values[half] = inside[half] ? y[half * 8 * adapters.slot_rank + rank] : 0;
-            }
-#pragma unroll
-            for (int i = 0; i < COLS / 4; ++i) {
-                const int further = i / 2 * 8 + i % 2;
-                const float2 pair = widen_pair<T>(load_word(words + further * 32));
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float& sum = acc[i / 2 * 4 + half * 2 + i % 2];
-                    const float more = fmaf(values[half], rank % 2 ? pair.y : pair.x, sum);
-                    if (inside[half] && further >= low && further < high) sum = more;
-                }
-            }
-        }
+        add_ranks_one_by_one<T>(acc, y, 8 * adapters.slot_rank, min_of(of_rank - begin, 16), inside,
+                                shared_address(self.staging) + buffer * BYTES, from - n, to - n, self.lane());
     }
 };
 

@@ -49,7 +49,7 @@ template <class Tile, int BUFFERS_> struct StagedRanks {
 template <int BUFFERS, bool kInOrder_> struct SortedRows {
     using Call = Adapters;
     static constexpr int RANK = 0, COLUMN_BYTES = 4 * 32 * BUFFERS, LOADERS = 0;  // of sixteen ranks, for each warp
-    static constexpr bool kRides = false, kPacked = false, kSorted = true, kInOrder = kInOrder_;
+    static constexpr bool kRides = false, kPacked = false, kSorted = true, kInOrder = kInOrder_, kBeside = false;
     using Accumulators = float[1];
 
     template <class Tile> using Staged = StagedRanks<Tile, BUFFERS>;

@@ -152,6 +152,9 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
                 slot.advance();
             }
         }
+        if constexpr (LowRank::kBeside) {
+            LowRank::template load<Tile>(slot, exchange, *low_rank, work.n, shape.epilogue.cols);
+        }
     }
     if constexpr (Tile::kPairs) {  // the other block's consumers let go of stages here: it stays until they have
 #pragma unroll 1

@@ -212,6 +212,9 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
                     slot.advance();
                 }
             }
+            if constexpr (Tile::LowRank::kBeside) {
+                Tile::LowRank::template add<Tile>(sum, slot, exchange, *low_rank, self);
+            }
             if constexpr (Tile::LowRank::kSorted) {
                 Tile::LowRank::template finish<Tile>(passes, sum, epilogue, alpha, params, *low_rank, work, self);
             } else {
@@ -262,6 +265,7 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
     start_next_launch();
     const Exchange<Tile> exchange(shared_address(shared));
     if (threadIdx.x == 0) {
+        if constexpr (Tile::LowRank::kBeside) Tile::LowRank::template init<Tile>();
         exchange.init();
         prefetch_tensor_map(maps.a);
         prefetch_tensor_map(maps.b);
@@ -272,7 +276,11 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
     if (Tile::kWaits && !begins_early<Tile>(params)) await_launch_before();
     const float alpha = Tile::Scaling::factor(params);
     const int k_blocks = alpha == 0 ? 0 : ceil_div(params.shape.K, Tile::BLOCK_K);  // 0: a and b are not read
-    const Schedule<Tile> schedule = schedule_of<Tile>(params.shape, raster_group, k_blocks, groups, shared);
+    Schedule<Tile> schedule = schedule_of<Tile>(params.shape, raster_group, k_blocks, groups, shared);
+    if constexpr (Tile::LowRank::kBeside) {  // the first blocks are not among those that take tiles
+        schedule.first -= low_rank->makers;
+        schedule.step -= low_rank->makers;
+    }
     const int group = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0);  // known to be uniform
     if (group == 0) {
         if constexpr (Tile::CONSUMERS == 2) release_registers<40>();
@@ -282,6 +290,10 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         }
         if constexpr (Tile::LowRank::LOADERS > 0) {
             if (threadIdx.x / kWarpSize == 1) copy_lora_a<Tile>(params.shape, *low_rank, schedule, exchange);
+        }
+        if constexpr (Tile::LowRank::kBeside) {
+            const int row = int(threadIdx.x) - (kWarpGroupSize - Tile::LowRank::FOLLOWERS);
+            if (row >= 0) Tile::LowRank::template follow<Tile>(*low_rank, row);
         }
         if constexpr (Tile::CLUSTER > 1) {  // the barriers of add_up_cluster count these warps, too
             __syncwarp();

@@ -18,7 +18,7 @@ enum Finish : int {
 struct LowRankCall;
 struct NotSorted {
     using Call = LowRankCall;
-    static constexpr bool kSorted = false, kInOrder = false;
+    static constexpr bool kSorted = false, kInOrder = false, kBeside = false;  // the last: see hopper_beside.cuh
     static constexpr int COLUMN_BYTES = 0, LOADERS = 0;
     template <class Tile, class... Arguments> static __device__ int begin(const Arguments&...) { return 0; }
 };
