@@ -413,7 +413,7 @@ class PagedKVCache:
         shared = (q, self.pages, table[:1, :pages], prefix[2:], prefix[:2], None, *scales, None)
         own = (q, self.pages, table[:, pages:], batch.seq_lens, None, None, *scales, out)
         parts = attend_to_prefix(function, shared, replace(asked, beside=beside), self.layout, self._workspace)
-        after = replace(asked, skipped=common, beside=parts is not None and parts.leaves_room)
+        after = replace(asked, skipped=common, beside=parts is not None and parts.pending is not None)
         if parts is not None:
             return attend(function, own, after, return_lse, self.layout, self._workspace, prior=parts)
         first = attend(function, shared, asked, True, self.layout, self._workspace)

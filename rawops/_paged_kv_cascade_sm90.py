@@ -1,4 +1,4 @@
-"""When a cascade pays, and the host side of paged_cascade_sm90.cu: what sequences have of their own."""
+"""When a cascade pays, and the host side of paged_cascade_sm90.cu."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ TOGETHER_BYTES, APART_BYTES = 16 << 20, 256 << 20
 _CACHE_SPEED = 1.3  # of the L2 over the memory, from where rows of queries read shared pages again
 _SHORT = 512  # tokens, which are through before the launch for the common ones
 _LOG2_E = 1.4426950408889634
-STAGES = {64: 6, 128: 3}  # by head_dim
+STAGES = {64: 6, 128: 3}  # of what sequences have of their own, by head_dim
+_JOINING = 256  # threads
 
 PARAMS = ParamStruct(
     "CascadeParams",
-    **dict.fromkeys(("q", "out", "lse", "prior", "prior_lse", "counters", "block_table", "seq_lens"), "pointer"),
-    **dict.fromkeys(("prior_split", "prior_lse_split"), "int64"),
-    **dict.fromkeys(("q_row", "q_head", "out_row", "out_head", "out_dim", "table_stride"), "int64"),
+    **dict.fromkeys(("out", "lse", "partial", "partial_lse", "taken", "block_table", "seq_lens"), "pointer"),
+    **dict.fromkeys(("split", "lse_split"), "int64"),
+    **dict.fromkeys(("out_row", "out_head", "out_dim", "table_stride"), "int64"),
     **dict.fromkeys(("batch", "kv_heads", "group", "skipped", "capacity"), "int32"),
     **dict.fromkeys(("page_shift", "page_groups", "num_pages", "parts"), "int32"),
     scale="float32",
 )
-_TEMPLATE = ("dtype", "head_dim", "stages")
+_TEMPLATE = ("dtype", "head_dim", "block_n", "stages", "own_stages", "cluster")
 KERNEL = KernelSpec(
     source="paged_cascade_sm90.cu",
     entry="rawops::paged_cascade_sm90",
@@ -37,9 +38,26 @@ KERNEL = KernelSpec(
     choices={
         "dtype": DTYPES,
         "head_dim": tuple(STAGES),
-        "stages": tuple(STAGES.values()),
+        "block_n": tuple(n for n, _ in hopper.BESIDE.values()),
+        "stages": tuple(stages for _, stages in hopper.BESIDE.values()),
+        "own_stages": tuple(STAGES.values()),
+        "cluster": (1, 2),
     },
-    smoke=[dict(zip(_TEMPLATE, ("float16", d, STAGES[d]), strict=True)) for d in STAGES],
+    smoke=[
+        dict(zip(_TEMPLATE, ("float16", d, *hopper.BESIDE[d], STAGES[d], cluster), strict=True))
+        for d in STAGES
+        for cluster in (1, 2)
+    ],
+    min_arch=90,
+    max_arch=90,
+    params=PARAMS,
+)
+JOIN = KernelSpec(
+    source="paged_cascade_sm90.cu",
+    entry="rawops::paged_cascade_join",
+    template=_TEMPLATE[:2],
+    choices={"dtype": DTYPES, "head_dim": tuple(STAGES)},
+    smoke=[{"dtype": "float16", "head_dim": d} for d in STAGES],
     min_arch=90,
     max_arch=90,
     params=PARAMS,
@@ -74,9 +92,10 @@ def saves(sequences: int, rows: int, shared_bytes: int, together: bool) -> bool:
 class Launch:
     """A call whose shapes, strides and options are known: all but the addresses."""
 
-    function: Function
-    blocks: int
-    threads: int
+    functions: tuple[Function, Function]  # blocks alone and in pairs
+    join: Function
+    items: int
+    joined: int
     shared_bytes: int
     value_bytes: int
     maps: Callable
@@ -88,13 +107,15 @@ class Launch:
     def run(self, device, addresses: tuple, workspace: Workspace, prior) -> None:
         """Launch with the addresses of q, out, lse, and of the others in the order of the op."""
         q, out, lse, pages, table, lens, *_ = addresses
-        counters = workspace.zeros(device, hopper.ZEROS) + 4
+        tiles, cluster, (maps, common, section, taken) = prior.pending
         packed = PARAMS.pack(
-            *(q, out, lse, prior.values, prior.lse, counters, table, lens, prior.split, prior.lse_split),
-            *(*self.strides, *self.work, prior.count, self.scale),
+            *(out, lse, prior.values, prior.lse, workspace.zeros(device, hopper.ZEROS) + 4, table, lens),
+            *(prior.split, prior.lse_split, *self.strides, *self.work, prior.count, self.scale),
         )
-        arguments = (self.maps(pages, pages + self.value_bytes), packed)
-        self.function.launch((self.blocks, 1, 1), (self.threads, 1, 1), arguments, self.shared_bytes, True)
+        arguments = (maps + self.maps(q, pages, pages + self.value_bytes), common, packed, section, taken)
+        blocks = max(min(max(tiles, self.items), device.sm_count) // cluster, 1) * cluster
+        self.functions[cluster - 1].launch((blocks, 1, 1), (512, 1, 1), arguments, self.shared_bytes, True)
+        self.join.launch((self.joined, 1, 1), (_JOINING, 1, 1), (packed,), 0, True)
 
 
 def plan(device, pool: Pool, q, out_strides: list, scale: float, skipped: int) -> Launch:
@@ -102,18 +123,22 @@ def plan(device, pool: Pool, q, out_strides: list, scale: float, skipped: int) -
     head_dim, dtype = pool.head_dim, dtypes.name(q.dtype)
     page, values, token, head, dim, table_stride, num_pages, *_ = pool.numbers
     group = q.shape[1] // pool.num_heads
-    stages = STAGES[head_dim]
+    block_n, stages = hopper.BESIDE[head_dim]
+    choices = {"dtype": dtype, "head_dim": head_dim}
+    sizes = {"block_n": block_n, "stages": stages, "own_stages": STAGES[head_dim]}
     q_row, q_head, _ = (s // q.dtype.itemsize for s in q.strides)
     view = hopper.View((num_pages, pool.page_size, pool.num_heads, head_dim), (page, token, head, dim), 0)
+    queries = hopper.View((1, *q.shape), (0, q_row, q_head, 1), 0)
     describe = hopper.pages_map(dtype, pool, view, head_dim, _TOKENS, 128)
     return Launch(
-        function=KERNEL.kernel(device, dtype=dtype, head_dim=head_dim, stages=stages),
-        blocks=min(pool.batch * pool.num_heads, device.sm_count),
-        threads=128 + 32,
-        shared_bytes=_shared_bytes(head_dim, stages),
+        functions=tuple(KERNEL.kernel(device, **choices, **sizes, cluster=cluster) for cluster in (1, 2)),
+        join=JOIN.kernel(device, **choices),
+        items=pool.batch * pool.num_heads,
+        joined=-(-pool.batch * q.shape[1] * head_dim // (4 * _JOINING)),
+        shared_bytes=_shared_bytes(head_dim, block_n, stages),
         value_bytes=values * q.dtype.itemsize,
-        maps=hopper.encoded(device, (describe, describe)),
-        strides=(q_row, q_head, *out_strides, table_stride),
+        maps=hopper.encoded(device, (hopper.queries_map(dtype, queries, 1, group), describe, describe)),
+        strides=(*out_strides, table_stride),
         work=(
             *(pool.batch, pool.num_heads, group, skipped, pool.capacity),
             *(pool.page_size.bit_length() - 1, hopper.page_groups(pool), num_pages),
@@ -122,7 +147,8 @@ def plan(device, pool: Pool, q, out_strides: list, scale: float, skipped: int) -
     )
 
 
-def _shared_bytes(head_dim: int, stages: int) -> int:
-    """The ring; queries, weights and results; barriers and items; what warps tell each other."""
-    tiles = 16 * head_dim + 1024 + _ROWS * (head_dim + 4) * 4
-    return stages * _TOKENS * head_dim * 4 + tiles + 16 * (stages + 3) + 48 + 256 + 128 + 32 + 8 * 64
+def _shared_bytes(head_dim: int, block_n: int, stages: int) -> int:
+    """Of the common keys as for a prefill; a ring; queries and weights; barriers, items, and other words."""
+    common = hopper.shared_bytes_of(128, head_dim, block_n, stages, 2)
+    own, tiles = STAGES[head_dim], 3 * 16 * head_dim + 1024
+    return -(-common // 1024) * 1024 + own * _TOKENS * head_dim * 4 + tiles + 16 * (own + 3) + 48 + 256 + 256

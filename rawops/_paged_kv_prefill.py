@@ -52,7 +52,8 @@ KERNEL = KernelSpec(
 class Parts(NamedTuple):
     """Partial results in a workspace: addresses of values and lse, floats from part to part, how many there are.
 
-    `leaves_room`: another launch is to have the SMs at the same time, for which there is room for one part more.
+    `pending`: what makes them, for a launch that makes one part more beside them: how many tiles there are, how many
+    blocks work together, and the arguments of paged_prefill_sm90.cu.
     """
 
     values: int
@@ -60,7 +61,7 @@ class Parts(NamedTuple):
     split: int
     lse_split: int
     count: int
-    leaves_room: bool = False
+    pending: tuple[int, int, tuple] | None = None
 
 
 NO_PARTS = Parts(0, 0, 0, 0, 0)
@@ -73,25 +74,26 @@ class Prefill:
     Attributes
     ----------
     launch : callable
-        Takes the workspace and the values of an AttentionParams, of which `shape` is the second part.
+        Takes the workspace and the values of an AttentionParams, of which `shape` is the second part. With `beside` it
+        returns the arguments of a launch instead.
     value_bytes : int
         From a page's keys to its values.
     parts, values, sums : int
         Partial results where keys are split: how many, and the floats of each and of its lse.
     merge : callable, optional
         Joins them.
-    leaves_room : bool
-        Another launch is to have the SMs at the same time.
+    beside : tuple of int, optional
+        So many tiles are to be part of another launch, in clusters of so many blocks.
     """
 
-    launch: Callable[[Workspace, tuple], None]
+    launch: Callable[[Workspace, tuple], tuple | None]
     shape: tuple
     value_bytes: int
     parts: int
     values: int
     sums: int
     merge: Callable[[int, int, int, int], None] | None
-    leaves_room: bool = False
+    beside: tuple[int, int] | None = None
     copies_q: bool = False
 
     def run(self, device, addresses: tuple, workspace: Workspace) -> None:
@@ -106,19 +108,20 @@ class Prefill:
             self.merge(target, target + 4 * floats, out, lse)
 
     def run_parts(self, device, addresses: tuple, workspace: Workspace) -> Parts:
-        """Launch without an out and an lse, and return the partial results."""
-        parts = self.parts + self.leaves_room
+        """Launch without an out and an lse, unless that is for another launch, and return the partial results."""
+        parts = self.parts + (self.beside is not None)
         floats = parts * self.values
         target = workspace.prior(device, floats + parts * self.sums)
-        self._launch(addresses, target, target + 4 * floats, workspace)
-        return Parts(target, target + 4 * floats, self.values, self.sums, self.parts, self.leaves_room)
+        arguments = self._launch(addresses, target, target + 4 * floats, workspace)
+        pending = (*self.beside, arguments) if self.beside else None
+        return Parts(target, target + 4 * floats, self.values, self.sums, self.parts, pending)
 
-    def _launch(self, addresses: tuple, target: int, target_lse: int, workspace: Workspace) -> None:
+    def _launch(self, addresses: tuple, target: int, target_lse: int, workspace: Workspace) -> tuple | None:
         q, _, _, pages, table, lens, cu, slopes, *_ = addresses
-        if self.leaves_room:  # one sequence, as long as the table
+        if self.beside:  # one sequence, as long as the table
             lens = cu = 0
         call = (q, pages, pages + self.value_bytes, target, target_lse, slopes, 0, cu, 0, lens, table)
-        self.launch(workspace, (*call, *self.shape))
+        return self.launch(workspace, (*call, *self.shape))
 
 
 def takes(pool: Pool, q, q_address: int, num_splits: int, beside: bool = False) -> bool:
@@ -159,8 +162,8 @@ def plan(
     else:
         chosen = _select(problem, device)
     blocks = chosen.row_tiles * (heads // chosen.packed) * chosen.splits
-    leaves_room = on_hopper and chosen.beside
-    if blocks * pool.batch < _MIN_SMS * device.sm_count and not leaves_room:
+    beside = on_hopper and chosen.beside
+    if blocks * pool.batch < _MIN_SMS * device.sm_count and not beside:
         return None
     shape, lse_shape = (chosen.splits, total_q, heads, head_dim), (chosen.splits, heads, total_q)
     merge, out_dtype = None, dtype
@@ -171,7 +174,11 @@ def plan(
     k_strides = v_strides = (page, token, head, dim)
     if on_hopper:
         k_strides, v_strides = (hopper.page_groups(pool), *k_strides[1:]), (num_pages, *v_strides[1:])
-        launch = hopper.launcher(device, problem, pool, chosen, out_dtype, views)
+        launch = (
+            hopper.arguments_of(device, problem, pool, chosen, views)
+            if beside
+            else hopper.launcher(device, problem, pool, chosen, out_dtype, views)
+        )
     else:
         launch = _launcher(device, problem, chosen, out_dtype, num_pages)
     fields = _shape_fields(problem, pool, chosen)
@@ -182,7 +189,8 @@ def plan(
     fields = tuple(fields.get(name, 0) for name in attention.SHAPE_FIELDS)
     value_bytes = pool.numbers[1] * q.dtype.itemsize
     sizes = chosen.splits, math.prod(shape[1:]), math.prod(lse_shape[1:])
-    return Prefill(launch, fields, value_bytes, *sizes, merge, leaves_room)
+    tiles = (hopper.tiles_of(problem, chosen), chosen.cluster) if beside else None
+    return Prefill(launch, fields, value_bytes, *sizes, merge, tiles)
 
 
 def _shape_fields(problem: attention.Problem, pool: Pool, chosen) -> dict:

@@ -18,7 +18,7 @@ from rawops._runtime.tensormap import TensorMap
 
 _GROUP = 8  # rows that are copied together: the swizzle repeats after as many
 _ROWS = 64  # of a consumer
-ZEROS = 3  # int32 that are 0 between launches, of which the first is for this one
+ZEROS = 2  # int32 that are 0 between launches, of which the first counts these tiles
 _TASKS = 16  # tiles an SM, some of them empty, up to which a long sequence has blocks for all of its tiles
 
 _TEMPLATE = ("dtype", "out_dtype", "head_dim", "consumers", "block_n", "stages", "turns")
@@ -48,24 +48,8 @@ KERNEL = KernelSpec(
     max_arch=90,
     params=attention.PARAMS,
 )
-_PREFIX = ("dtype", "head_dim", "block_n", "stages", "turns")
-_BESIDE = {64: (96, 3), 128: (48, 3)}  # keys of a block and stages that leave an SM room, by head_dim
-PREFIX = KernelSpec(
-    source="paged_prefill_sm90.cu",
-    entry="rawops::paged_prefix_sm90",
-    template=_PREFIX,
-    choices={
-        "dtype": DTYPES,
-        "head_dim": tuple(_BESIDE),
-        "block_n": (48, 96),
-        "stages": (3,),
-        "turns": (True,),
-    },
-    smoke=[dict(zip(_PREFIX, ("float16", d, *sizes, True), strict=True)) for d, sizes in _BESIDE.items()],
-    min_arch=90,
-    max_arch=90,
-    params=attention.PARAMS,
-)
+# Keys of a block and stages in the blocks of paged_cascade_sm90.cu, by head_dim.
+BESIDE = {64: (96, 3), 128: (48, 3)}
 
 
 class Choice(NamedTuple):
@@ -75,7 +59,12 @@ class Choice(NamedTuple):
     packed: int
     row_tiles: int
     splits: int
-    beside: bool = False  # it leaves an SM room for a block of paged_cascade_sm90.cu
+    beside: bool = False  # in blocks of paged_cascade_sm90.cu
+
+    @property
+    def cluster(self) -> int:
+        """Of blocks there: two whose tiles see the same keys fetch them together."""
+        return 2 if self.row_tiles % 2 == 0 else 1
 
 
 def supports(device, problem: attention.Problem, pool: Pool, views: dict[str, View]) -> bool:
@@ -107,7 +96,7 @@ def select(problem: attention.Problem, sm_count: int, beside: bool = False) -> C
     if config.head_dim == 128:
         config = dataclasses.replace(config, block_n=128)  # into which larger boxes go
     if beside:
-        block_n, stages = _BESIDE[config.head_dim]
+        block_n, stages = BESIDE[config.head_dim]
         config = dataclasses.replace(config, block_n=block_n, stages=stages)
     packed = problem.group if _ROWS % problem.group == 0 else 1
     heads, rows = problem.heads // packed, problem.seqlen_q * packed
@@ -124,23 +113,32 @@ def launcher(
     device, problem: attention.Problem, pool: Pool, choice: Choice, out_dtype: str, views: dict[str, View]
 ) -> Callable[[Workspace, tuple], None]:
     """Return what launches a problem with the values of AttentionParams."""
-    config, beside = choice.config, choice.beside
-    kernel = (
-        _prefix_kernel(device, problem.dtype, config) if beside else _kernel(device, problem.dtype, out_dtype, config)
-    )
-    maps = _maps(device, problem, pool, choice, views)
-    tiles, shared_bytes = tiles_of(problem, choice), _shared_bytes(config)
-    blocks = min(tiles, device.sm_count)
-    # a section of all units that have rows, at most: the rows past all sequences come last, when every block has a tile
-    units = problem.batches * (problem.heads // choice.packed)
-    section = min(config.section, max(units, 1)) * choice.splits
+    config, arguments = choice.config, arguments_of(device, problem, pool, choice, views)
+    kernel = _kernel(device, problem.dtype, out_dtype, config)
+    blocks, bytes_of_block = min(tiles_of(problem, choice), device.sm_count), shared_bytes(config)
 
     def launch(workspace: Workspace, values: tuple) -> None:
-        zeros = workspace.zeros(device, ZEROS)
-        arguments = (maps(*values[:3]), attention.PARAMS.pack(*values), section, zeros if tiles > blocks else 0)
-        kernel.launch((blocks, 1, 1), (config.threads, 1, 1), arguments, shared_bytes, beside)
+        kernel.launch((blocks, 1, 1), (config.threads, 1, 1), arguments(workspace, values), bytes_of_block)
 
     return launch
+
+
+def arguments_of(
+    device, problem: attention.Problem, pool: Pool, choice: Choice, views: dict[str, View]
+) -> Callable[[Workspace, tuple], tuple]:
+    """Return what makes the arguments of a launch out of the values of AttentionParams."""
+    maps = _maps(device, problem, pool, choice, views)
+    in_pairs = choice.beside and choice.cluster > 1
+    counts = tiles_of(problem, choice) > device.sm_count and not in_pairs
+    # a section of all units that have rows, at most: the rows past all sequences come last, when every block has a tile
+    units = problem.batches * (problem.heads // choice.packed)
+    section = 1 if in_pairs else min(choice.config.section, max(units, 1)) * choice.splits
+
+    def arguments(workspace: Workspace, values: tuple) -> tuple:
+        zeros = workspace.zeros(device, ZEROS) if counts else 0
+        return maps(*values[:3]), attention.PARAMS.pack(*values), section, zeros
+
+    return arguments
 
 
 def tiles_of(problem: attention.Problem, choice: Choice) -> int:
@@ -149,17 +147,15 @@ def tiles_of(problem: attention.Problem, choice: Choice) -> int:
     return sequences * (problem.heads // choice.packed) * choice.row_tiles * choice.splits
 
 
-def _shared_bytes(config: contiguous.Config) -> int:
+def shared_bytes(config: contiguous.Config) -> int:
     """A tile of q, rings of k and v, barriers, and what the producer tells the others."""
-    rows = config.block_m + 2 * config.stages * config.block_n
-    return 2 * rows * config.head_dim + 16 * (2 * config.stages + config.consumers) + 3 * (16 + contiguous.TASK_BYTES)
+    return shared_bytes_of(config.block_m, config.head_dim, config.block_n, config.stages, config.consumers)
 
 
-def _prefix_kernel(device, dtype: str, config: contiguous.Config) -> Function:
-    choices = {name: getattr(config, name) for name in ("head_dim", "block_n", "stages", "turns")}
-    kernel = PREFIX.kernel(device, dtype=dtype, **choices)
-    kernel.loaded.leave_room()
-    return kernel
+def shared_bytes_of(block_m: int, head_dim: int, block_n: int, stages: int, consumers: int) -> int:
+    """Do so by its sizes."""
+    rows = block_m + 2 * stages * block_n
+    return 2 * rows * head_dim + 16 * (2 * stages + consumers) + 3 * (16 + contiguous.TASK_BYTES)
 
 
 def _kernel(device, dtype: str, out_dtype: str, config: contiguous.Config) -> Function:
@@ -177,22 +173,26 @@ def _kernel(device, dtype: str, out_dtype: str, config: contiguous.Config) -> Fu
 
 def _maps(device, problem: attention.Problem, pool: Pool, choice: Choice, views: dict[str, View]) -> Callable:
     """Return a function from the addresses of q, keys and values to their tensor maps."""
-    config, size = choice.config, 2
-    box = _box_columns(config.head_dim)
-    swizzle = box * size
-    _, total, heads, columns = views["q"].shape
-    _, row, head, _ = (s * size for s in views["q"].strides)
-    # a box of q has the heads that lie side by side in a tile, query after query
-    queries = functools.partial(
-        TensorMap,
-        dtype=dtypes.numpy(problem.dtype),
-        shape=(1, 1, total, heads, columns),
-        strides=(16, 16, row if total > 1 else 16, head if heads > 1 else 16, size),
-        box=(1, 1, _ROWS // choice.packed, choice.packed, box),
-        swizzle=swizzle,
-    )
+    config = choice.config
+    queries = queries_map(problem.dtype, views["q"], _ROWS // choice.packed, choice.packed)
     pages = pages_map(problem.dtype, pool, views["k"], config.head_dim, config.block_n, 128 if choice.beside else 256)
     return encoded(device, (queries, pages, pages))
+
+
+def queries_map(dtype: str, q: View, rows: int, packed: int) -> Callable[[int], TensorMap]:
+    """Return a function from the address of q to its map: boxes of `packed` heads side by side, query after query."""
+    size = 2
+    _, total, heads, columns = q.shape
+    _, row, head, _ = (s * size for s in q.strides)
+    box = _box_columns(attention.padded(columns))
+    return functools.partial(
+        TensorMap,
+        dtype=dtypes.numpy(dtype),
+        shape=(1, 1, total, heads, columns),
+        strides=(16, 16, row if total > 1 else 16, head if heads > 1 else 16, size),
+        box=(1, 1, rows, packed, box),
+        swizzle=box * size,
+    )
 
 
 def pages_map(

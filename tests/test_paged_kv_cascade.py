@@ -1,4 +1,4 @@
-"""Cascades on Hopper: a shared prefix and what each sequence has of its own, in two launches at the same time."""
+"""Cascades on Hopper: a shared prefix and what each sequence has of its own, in one launch."""
 
 from types import SimpleNamespace
 
@@ -67,13 +67,19 @@ def test_groups(cascade, heads):
 
 
 def test_many_items(cascade):
-    """One block has more items than may wait for the prefix, and its ring wraps."""
+    """One block has all items, and its ring wraps."""
     cascade(64, (1, 2, 40, 0, 3) * 7, sms=1, splits=1)
 
 
 def test_many_parts(cascade):
-    """More than are loaded at once."""
-    cascade(640, (3, 9), splits=6, scale=0.3)
+    """More than are loaded at once, some of them without keys."""
+    cascade(640, (3, 9), splits=18, scale=0.3)
+
+
+@pytest.mark.parametrize("groups", [4, 8])
+def test_pairs_of_blocks(cascade, groups):
+    """Blocks with two tiles of the same keys each fetch half of them; some have more than one such pair."""
+    cascade(330, (3, 9) * 17, heads=(2 * groups, 2), splits=3, sms=6)
 
 
 @pytest.mark.parametrize(

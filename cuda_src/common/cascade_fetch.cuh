@@ -1,24 +1,25 @@
-// What a block of a cascade's end on Hopper keeps in shared memory, and the warp that fetches keys and values from pages.
+// What a block of a cascade on Hopper keeps in shared memory for what sequences have of their own, and the warp that
+// fetches it from pages.
 #pragma once
-#include "cascade_results.cuh"
+#include "cascade_problem.cuh"
 #include "hopper_attention_tile.cuh"
+#include "launches.cuh"
 
 namespace rawops {
 
 template <class T_, int D_, int STAGES_> struct OwnTile {
     using T = T_;
     static constexpr int D = D_, STAGES = STAGES_;
-    static constexpr int TOKENS = 64, ROWS = 8, THREADS = kWarpGroupSize + kWarpSize;
-    static constexpr int BOX = 64, BOXES = D / BOX, GROUPS = D / 4;
+    static constexpr int TOKENS = 64, ROWS = 8;
+    static constexpr int BOX = 64, BOXES = D / BOX;
     static constexpr int ATOM = 8 * BOX * 2, ROWS_STEP = BOXES * ATOM;  // 8 tokens of a box, and of all
     static constexpr int K_BYTES = TOKENS * D * 2, STAGE_BYTES = 2 * K_BYTES;
     using OperandK = WgmmaOperand<true, BOX, 128, 2, ROWS_STEP>;
     using OperandV = WgmmaOperand<false, TOKENS, 128, 2, ROWS_STEP, ATOM>;
     using OperandRows = WgmmaOperand<true, BOX, 128>;  // queries, and weights
-    static constexpr int Q_AT = STAGES * STAGE_BYTES, P_AT = Q_AT + BOXES * ATOM;
-    static constexpr int OUT_ROW = D + 4;  // floats: rows of one column lie in different banks
-    static constexpr int OUT_AT = P_AT + ATOM, BARRIERS_AT = OUT_AT + ROWS * OUT_ROW * 4;
-    static constexpr int PLACES = 3;
+    static constexpr int PLACES = 3;  // of items
+    static constexpr int Q_BYTES = BOXES * ATOM;
+    static constexpr int Q_AT = STAGES * STAGE_BYTES, P_AT = Q_AT + PLACES * Q_BYTES, BARRIERS_AT = P_AT + ATOM;
     static_assert(D % BOX == 0, "whole boxes");
 };
 
@@ -29,14 +30,12 @@ struct OwnItem {
 
 // What the warps that multiply tell each other.
 struct OwnMeeting {
-    static constexpr int kLeft = 64;
     float2 top[2][4][4];  // by parity of the stage, warp, and pair of rows
-    float2 sum[4][4], base[4];
-    int2 waiting[kLeft];  // items: query and first head
+    float2 sum[2][4][4];  // by parity of the item
 };
 
 template <class Tile> struct OwnExchange {
-    uint32_t ring, q, p, out;
+    uint32_t ring, q, p;
     RingBarriers<Tile::STAGES> barriers;
     WorkRing<OwnItem, Tile::PLACES> work;
     OwnMeeting& meeting;
@@ -49,10 +48,16 @@ template <class Tile> struct OwnExchange {
         : ring(shared_address(shared)),
           q(ring + Tile::Q_AT),
           p(ring + Tile::P_AT),
-          out(ring + Tile::OUT_AT),
           barriers{ring + Tile::BARRIERS_AT},
           work{reinterpret_cast<OwnItem*>(shared + ITEMS_AT), {barriers.base + barriers.BYTES}},
           meeting(*reinterpret_cast<OwnMeeting*>(shared + MEETING_AT)) {}
+
+    // Rows of heads that a group has not stay zero.
+    __device__ void clear_queries() const {
+        const uint32_t zeros[4] = {};
+        for (int i = threadIdx.x * 16; i < Tile::PLACES * Tile::Q_BYTES; i += blockDim.x * 16) store_quad(q + i, zeros);
+        fence_async_proxy();
+    }
 
     __device__ void init() const {
         barriers.init(kWarpGroupSize / kWarpSize);
@@ -63,18 +68,15 @@ template <class Tile> struct OwnExchange {
 // The warp that fetches.
 template <class Tile> class OwnProducer {
 public:
-    __device__ OwnProducer(const CascadeMaps& maps_, const CascadeParams& params_, const OwnExchange<Tile>& exchange_)
+    __device__ OwnProducer(const AttentionMaps& maps_, const CascadeParams& params_, const OwnExchange<Tile>& exchange_)
         : maps(maps_), params(params_), exchange(exchange_), lane(threadIdx.x % kWarpSize) {}
-
-    // Looks the first item up, as early as can be.
-    __device__ void begin() {
-        item = blockIdx.x;
-        length = length_of(item);
-        page = look_up(item, 0);
-    }
 
     // Whoever is free takes the next item. Pages are looked up one stage ahead.
     __device__ void run() {
+        await_launch_before();
+        item = blockIdx.x;
+        length = length_of(item);
+        page = look_up(item, 0);
         RingPosition<Tile::PLACES> place;
         const int items = params.batch * params.kv_heads;
 #pragma unroll 1
@@ -83,9 +85,10 @@ public:
             OwnItem& work = exchange.work.next(place);
             if (lane == 0) work = {item / params.kv_heads, head, length};
             __syncwarp();
+            const uint32_t q = exchange.q + place.stage * Tile::Q_BYTES;
             put(place);
             int ahead = look_up(item, Tile::TOKENS);
-            if (length > 0) load(0, length, page, head);
+            if (length > 0) load(0, length, page, head, q);
             const int next = take();  // after the first copies: it takes long
 #pragma unroll 1
             for (int token = Tile::TOKENS; token < length; token += Tile::TOKENS) {
@@ -104,7 +107,7 @@ public:
     }
 
 private:
-    const CascadeMaps& maps;
+    const AttentionMaps& maps;
     const CascadeParams& params;
     const OwnExchange<Tile>& exchange;
     const int lane;
@@ -132,19 +135,24 @@ private:
     }
 
     __device__ int take() const {
-        const int taken = lane == 0 ? atomicAdd(params.counters + kTaken, 1) : 0;
+        const int taken = lane == 0 ? atomicAdd(params.taken, 1) : 0;
         return gridDim.x + __shfl_sync(~0u, taken, 0);
     }
 
-    __device__ void load(int token, int length, int page, int head) {
+    // A stage of an item; with its first one, its queries to `q`.
+    __device__ void load(int token, int length, int page, int head, uint32_t q = 0) {
         const int row = lane % 8 * box_rows(), in_page = (1 << params.page_shift) - 1;
         const bool exists = token + row < length && static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
         // or one far before the first, which TMA reads as zeros
         const int group = exists ? page * params.page_groups + ((token + row & in_page) >> 3) : -256;
         barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
         const uint32_t full = exchange.barriers.full(slot.stage);
-        if (lane == 0) barrier_arrive_expect(full, Tile::STAGE_BYTES);
+        if (lane == 0) barrier_arrive_expect(full, Tile::STAGE_BYTES + (q ? params.group * Tile::D * 2 : 0));
         __syncwarp();
+        if (q && lane < Tile::BOXES) {
+            const TensorCoordinates from = {lane * Tile::BOX, head * params.group, item / params.kv_heads, 0, 0};
+            tma_load(q + lane * Tile::ATOM, maps.q, from, full);
+        }
         if (lane < 16 && row < Tile::TOKENS) {
             const uint32_t to = exchange.ring + slot.stage * Tile::STAGE_BYTES + row * Tile::D * 2;
             if (lane < 8) tma_load_once(to, maps.k, {0, 0, 0, group, head}, full);

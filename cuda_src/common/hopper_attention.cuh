@@ -313,12 +313,18 @@ private:
         sync();
         exchange.work.release(at, leads());
     }
+    // Lets go of a stage, in all blocks that fill it.
+    __device__ void release(uint32_t empty) const {
+        const int rank = thread / kWarpSize;
+        if constexpr (Tile::CLUSTER == 1) barrier_arrive_if(leads(), empty);
+        else barrier_arrive_at_rank_if(rank < Tile::CLUSTER && thread % kWarpSize == 0, empty, rank);
+    }
     __device__ void release_values() {
-        barrier_arrive_if(leads(), exchange.v_barriers.empty(slot_v.stage));
+        release(exchange.v_barriers.empty(slot_v.stage));
         slot_v.advance();
     }
     __device__ void release_keys(bool with_q) {
-        barrier_arrive_if(leads(), exchange.k_barriers.empty(slot_k.stage));
+        release(exchange.k_barriers.empty(slot_k.stage));
         slot_k.advance();
         if (!Tile::kStages) barrier_arrive_if(with_q && leads(), exchange.q_barriers.empty(place_q(slot_q)));
         if (with_q) slot_q.advance();
@@ -442,7 +448,7 @@ template <class Tile, class Producer = AttentionProducer<Tile>, class Scales = N
 __device__ inline void run_attention(const AttentionMaps& maps, const AttentionParams& params, int section, int* taken,
                                      const Scales& scales = Scales(), const TensorMap* out_map = nullptr) {
     extern __shared__ __align__(1024) char shared[];
-    if (Tile::kStartsNext) start_next_launch();
+    start_next_launch();
     const AttentionExchange<Tile> exchange(shared);
     if (threadIdx.x == 0) {
         exchange.init();

@@ -38,7 +38,7 @@ struct HopperAttention {
     using Output = float[DV / 2];
     using Weights = uint32_t[BLOCK_N * ITEM / 32][4];
 
-    static constexpr bool kStartsNext = true;  // the next launch may begin at once
+    static constexpr int CLUSTER = 1;  // or 2 blocks with tiles of the same keys, half of which either fetches for both
     static constexpr int PLACES = 3;  // of tasks: one is under way, the next one begins before that ends
     static constexpr int Q_BYTES = 64 * D * ITEM;  // of a consumer
     static constexpr int K_BYTES = BLOCK_N * D * ITEM, V_BYTES = BLOCK_N * DV * ITEM;
@@ -146,6 +146,15 @@ __device__ inline void barrier_arrive_if(bool arrives, uint32_t barrier) {
                  : "memory");
 }
 
+// The same at the barrier that lies there in a block of the cluster.
+__device__ inline void barrier_arrive_at_rank_if(bool arrives, uint32_t barrier, int rank) {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .b32 there;\nsetp.ne.u32 p, %0, 0;\nmapa.shared::cluster.u32 there, %1, %2;\n"
+        "@p mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(uint32_t(arrives)),
+        "r"(barrier), "r"(rank)
+        : "memory");
+}
+
 template <int STAGES> __device__ inline RingPosition<STAGES> after(RingPosition<STAGES> position) {
     position.advance();
     return position;
@@ -248,8 +257,8 @@ template <class Tile> struct AttentionExchange {
 
     // By one thread; a __syncthreads() must follow.
     __device__ void init() const {
-        k_barriers.init(Tile::CONSUMERS);
-        v_barriers.init(Tile::CONSUMERS, max_of(Tile::TRANSPOSERS, 1));
+        k_barriers.init(Tile::CONSUMERS * Tile::CLUSTER);
+        v_barriers.init(Tile::CONSUMERS * Tile::CLUSTER, max_of(Tile::TRANSPOSERS, 1));
         for (int stage = 0; stage < Tile::kSearches * Tile::STAGES; ++stage) barrier_init(search_barriers.full(stage), 1);
         if (Tile::kBytes) raw_barriers.init(Tile::TRANSPOSERS);
         q_barriers.init(1);

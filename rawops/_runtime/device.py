@@ -20,7 +20,6 @@ from rawops._runtime import checks, compiler, dtypes
 from rawops._runtime.boards import LIMITS
 from rawops._runtime.checks import fail
 
-_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -219,11 +218,6 @@ class CudaFunction:
         self._local.arguments = arguments = buffer, ctypes.addressof(pointers)
         return arguments
 
-    def leave_room(self) -> None:
-        """Have SMs that run it turn all they can into shared memory, so that a block of the next launch fits beside."""
-        with self._lock, _capture_allowed():
-            self.device.set_attribute(self._pointer, _SHARED_CARVEOUT, 100)
-
     def _opt_in(self, shared_bytes: int) -> None:
         check_shared(self.device, self.compiled, shared_bytes)
         with self._lock, _capture_allowed():
@@ -368,9 +362,6 @@ class EmulatedFunction:
     def __init__(self, device: EmulatedDevice, compiled: compiler.Compiled) -> None:
         self.device, self.compiled, self._layout = device, compiled, Layout(compiled.parameters)
         self.program = device.emulator.Program.parse(compiled.ptx, compiled.lowered)
-
-    def leave_room(self) -> None:
-        """Nothing: launches run one after the other."""
 
     def launch(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> None:
         """Run with values in parameter order: ints, floats, and bytes for structs."""
