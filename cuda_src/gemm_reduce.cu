@@ -29,12 +29,16 @@ __global__ void __launch_bounds__(128)
     // What can be is done before the wait, after which all warps of an SM compute at once.
     const int64_t stride = int64_t(shape.batches) * shape.M * row_stride;
     int64_t step = LANES * stride, at = lane * stride + row * row_stride;
-    asm volatile("" : "+l"(at), "+l"(step));  // or the compiler moves it there
     const int cols = shape.epilogue.cols, count = min_of(cols - n, WIDTH);
     int index[3];
     shape.batch_index(batch, index);
     if (call.alpha.pointer != nullptr || call.epilogue.c != nullptr) await_launch_before();
-    const Epilogue epilogue(call.epilogue, shape.epilogue, index, V(call.alpha.read()));
+    const V alpha = V(call.alpha.read());
+    const Epilogue epilogue(call.epilogue, shape.epilogue, index, alpha);
+    Out* const out = static_cast<Out*>(call.epilogue.out);
+    int64_t to = epilogue.place(m, n) - out;
+    int is_plain = epilogue.is_plain() && count == WIDTH;
+    asm volatile("" : "+l"(at), "+l"(step), "+l"(to), "+r"(is_plain));  // or the compiler computes them after it
     auto sum = [&](Group& total, int col) {
         Sum mine = {};
         const bool whole = count == WIDTH && col % WIDTH == 0;
@@ -67,6 +71,13 @@ __global__ void __launch_bounds__(128)
     }
 
     if (!exists || lane != 0) return;
+    if (is_plain) {
+        Vector<Out, WIDTH> group;
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) group.data[i] = narrow<Out>(value[i] * alpha);
+        *reinterpret_cast<Vector<Out, WIDTH>*>(out + to) = group;
+        return;
+    }
     epilogue.finish(m, n, value, up);
 }
 

@@ -283,11 +283,15 @@ __device__ inline void write_plain(const typename Tile::Finished& acc, const typ
             const int row = m + i / 2 * 64 + i % 2 * 8;
             if (!epilogue.has_row(row)) continue;
             float* to = epilogue.place(row, n);
+            auto write_row = [&](int left) {
 #pragma unroll
-            for (int group = 0; group < Tile::SHARE / 8; ++group) {
-                const float* values = &acc[i / 2][group * 4 + i % 2 * 2];
-                write(to + group * 8, cols - n - group * 8, values[0], values[1]);
-            }
+                for (int group = 0; group < Tile::SHARE / 8; ++group) {
+                    const float* values = &acc[i / 2][group * 4 + i % 2 * 2];
+                    write(to + group * 8, left - group * 8, values[0], values[1]);
+                }
+            };
+            if (work.n + Tile::SHARE <= cols) write_row(Tile::SHARE);  // a constant, so that stores are all there is to it
+            else write_row(cols - n);
         }
     }
 }

@@ -186,6 +186,8 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         const int share_n = Tile::CLUSTER > 1 ? work.n + cluster_rank() * Tile::SHARE : work.n;
         const TileBias<Tile> bias(params, work, share_n, self);
         const typename Tile::Factors factors(params, work, share_n, self, alpha);
+        using Epilogue = typename Tile::Epilogue;
+        const auto epilogue = Tile::Scaling::template epilogue<Epilogue>(params, work.batch, factors.alpha, work.m_end);
         const int apart = Tile::LowRank::kInOrder ? max_of(k_blocks - kLastBlocks, 0) : 0;
         if constexpr (Tile::LowRank::kInOrder) multiply_stages<Tile>(acc, y, slot, apart, exchange, self);
         auto passes = Tile::LowRank::template begin<Tile>(*low_rank, params.shape, work, self);
@@ -198,8 +200,6 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         } else {
             multiply_stages<Tile>(acc, y, slot, k_blocks - apart, exchange, self, [&] { read_made_y(0); }, apart > 0);
         }
-        using Epilogue = typename Tile::Epilogue;
-        const auto epilogue = Tile::Scaling::template epilogue<Epilogue>(params, work.batch, factors.alpha, work.m_end);
         auto finish = [&](typename Tile::Finished& sum) {
             if constexpr (Tile::LowRank::RANK > 0) {
 #pragma unroll 1
