@@ -68,7 +68,10 @@ struct HopperAttention {
     static constexpr int READERS = COPIERS + CONSUMERS + TRANSPOSERS + kStages + kSearches;  // of tasks
 
     // The query of a row, and the keys that it sees.
-    static __device__ int query(const AttentionShape& shape, int row) { return kPaged ? row / shape.packed : row; }
+    // `packed` is a power of two, and divisions take long before the first tile.
+    static __device__ int query(const AttentionShape& shape, int row) {
+        return kPaged ? row >> 31 - __clz(shape.packed) : row;
+    }
     static __device__ KeyRange visible(const AttentionShape& shape, const AttentionBlock& work, int row) {
         return work.visible(shape, query(shape, row));
     }
