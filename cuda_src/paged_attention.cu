@@ -3,8 +3,8 @@
 // Each block takes one range of the line of tiles that paged_schedule.cuh makes of all sequences and KV heads. The
 // query heads of a KV head are the rows of one MMA, so keys and values are read once for all of them. The warps of a
 // block take tiles in turn, each through a ring of its own, which runs ahead into the block's next items; they meet
-// only at the end of an item. An item that several blocks share is put together by the last of them to finish, always
-// in the same order.
+// only at the end of an item. An item that several blocks share is put together by one of them, always in the same
+// order.
 #include "common/launches.cuh"
 #include "common/paged_finish.cuh"
 
@@ -23,7 +23,7 @@ struct PagedShape {
     // Of each warp's sums that have memory of their own. With 8 bits it goes to more warps.
     static constexpr int SPARE_ROWS = HEAD_DIM <= 128 && !Tile::kScaled ? 4 : 0;
     using Mail = PairMail<SPARE_ROWS + !SPARE_ROWS, HEAD_DIM>;  // with clusters
-    static constexpr int AT_ONCE = WARPS * BLOCKS > 8 ? 9 : 17;  // as registers allow
+    static constexpr int AT_ONCE = WARPS * BLOCKS <= 8 ? 8 : __CUDA_ARCH__ >= 900 ? 5 : 3;  // as registers allow
     static_assert(CLUSTER == 1 || (CLUSTER == 2 && SPARE_ROWS > 0), "a pair of blocks has few rows");
     static_assert(WARPS % HEADS == 0, "each head has as many warps");
     static_assert(Tile::BYTES >= ROWS * HEAD_DIM * 4, "a warp leaves its sums in a slot of its ring");
@@ -44,9 +44,13 @@ public:
     // they save. And whether copies start before lengths are certain: with 8 bits there are not registers enough.
     static constexpr int PREFETCHED = Tile::kScaled ? STAGES : 1;
     static constexpr bool kCopiesEarly = !Tile::kScaled;
-    // And whether they start from pages as they were: that floods the memory at once, and where an SM has one large block
-    // it costs more than it saves.
+    // And whether they start from pages as they were, and the tiles after those are looked up only then, since to move a
+    // page along is to wait for it: that floods the memory at once, and where an SM has one large block it costs more than
+    // it saves.
     static constexpr bool kTrustsPages = kCopiesEarly && Shape::BLOCKS > 1;
+
+    // And whether warps wait for each other every four tiles. Else they drift apart, and the block ends with the last.
+    static constexpr bool kInStep = !Tile::kScaled && Shape::BLOCKS > 1;
 
     __device__ PagedBlock(const PagedParams& p, Meeting<WARPS>& meeting, typename Shape::Mail& mail_, Query* queries_,
                           char* rings)
@@ -69,31 +73,36 @@ public:
     // pages that were trusted, have changed after all, everything is done once more. `kept` has room for KEPT lengths.
     __device__ void begin(int* kept) {
         const bool keeps = !Shape::kRagged && params.work.batch <= KEPT;
-        if (keeps) keep_lengths(kept);
+        const int b = threadIdx.x;
+        const int length = keeps && b < params.work.batch ? load_past_l1(params.work.seq_lens + b) : 0;
+        const EvenCut cut(params.work, blockIdx.x, gridDim.x);
+        if (keeps) keep_lengths(kept, length);
         else await_launch_before();
         if (keeps) lengths.at = kept;
 #pragma unroll 1
         for (bool is_early = keeps, is_new = true;;) {
-            if (is_new) schedule = {params.work, lengths, int(blockIdx.x), int(gridDim.x), lane};
+            if (is_new) schedule = {params.work, lengths, cut, lane};
             ahead = {schedule.begin, schedule.count - turn};
             if (ahead.left > 0) ahead.place.advance(params.work, lengths, turn);
             const int* from[STAGES];
             int page[STAGES];
+            look_up_all(from);
 #pragma unroll
-            for (int i = 0; i < STAGES; ++i) from[i] = look_up(wanted[i]), page[i] = wanted[i].page;
+            for (int i = 0; i < STAGES; ++i) page[i] = wanted[i].page;
             if (is_early) {
                 is_early = is_new = false;
+                // The last quarter of the blocks begins when the launch before has ended, or nearly, and has no time to.
+                const bool has_time = blockIdx.x < gridDim.x - gridDim.x / 4;
 #pragma unroll
                 for (int i = 0; i < PREFETCHED; ++i) {
                     const Wanted& next = wanted[i];
-                    if (next.head >= 0) Tile::prefetch(params.pool, next.page, next.token, next.head, lane);
+                    if (has_time && next.head >= 0) Tile::prefetch(params.pool, next.page, next.token, next.head, lane);
                 }
                 if (schedule.count > 0) prefetch_query(Rows(schedule.begin, params.work));
                 await_launch_before();
                 if (!kTrustsPages) continue;
             }
             // What is asked for before the copies does not wait for them.
-            const int b = threadIdx.x;
             const bool looks = !is_new && b < params.work.batch;
             const int length = looks ? load_past_l1(params.work.seq_lens + b) : 0;
             int now[STAGES];
@@ -102,7 +111,7 @@ public:
                 now[i] = kTrustsPages && !is_new && from[i] ? load_past_l1(from[i]) : page[i];
             }
             if (schedule.count > 0) read_query(Rows(schedule.begin, params.work));
-            if (kCopiesEarly) refill();
+            if (kCopiesEarly) refill<!kTrustsPages>();
             if (is_new) break;
             bool changed = (looks && length != kept[b]) || have_changed(kept, b + Shape::THREADS);
 #pragma unroll
@@ -111,8 +120,12 @@ public:
             cp_async_wait<0>();
             read = filled = ring + (STAGES - 1) * Tile::BYTES;
             empty = STAGES;
-            keep_lengths(kept);
+            keep_lengths(kept, length);
             is_new = true;
+        }
+        if (kTrustsPages) {
+            const int* from[STAGES];
+            look_up_all(from);
         }
         if constexpr (Shape::CLUSTER > 1) cluster_wait();  // the other block is there
     }
@@ -172,13 +185,14 @@ private:
         if constexpr (Shape::CLUSTER > 1) {
             if (schedule.splits_items()) return end.meet_in_pair(rows, has_tiles, mail);
         }
-        if (has_tiles) end.meet(rows, shares);
+        if (has_tiles) end.meet(rows, shares, schedule.number, rows.count <= Shape::SPARE_ROWS ? spare : 0);
     }
 
     // --- lengths, as planned with ---
 
-    __device__ void keep_lengths(int* kept) const {
-        for (int b = threadIdx.x; b < params.work.batch; b += Shape::THREADS) {
+    __device__ void keep_lengths(int* kept, int first) const {
+        if (threadIdx.x < params.work.batch) kept[threadIdx.x] = first;
+        for (int b = threadIdx.x + Shape::THREADS; b < params.work.batch; b += Shape::THREADS) {
             kept[b] = load_past_l1(params.work.seq_lens + b);
         }
         __syncthreads();
@@ -213,6 +227,30 @@ private:
         return from;
     }
 
+    // The same for as many tiles as the ring holds, which mostly are of one item.
+    __device__ void look_up_all(const int* (&from)[STAGES]) {
+        const Place& place = ahead.place;
+        constexpr int ALL = STAGES * TURNS;
+        if (ahead.left > ALL && place.tile + ALL < place.sequence.tiles) {
+            const int first = place.sequence.first_token(place.tile), head = head_of(place);
+            const int* const row = params.pool.block_table + place.b * params.pool.table_stride;
+#pragma unroll
+            for (int i = 0; i < STAGES; ++i) {
+                wanted[i] = {-1, first + i * TURNS * Tile::TOKENS, head};
+                const int token = wanted[i].token + lane % Tile::TOKENS;
+                from[i] = nullptr;
+                if (token >= place.sequence.first_key && token < place.sequence.length) {
+                    from[i] = row + (token >> params.pool.page_shift);
+                    wanted[i].page = load_past_l1(from[i]);
+                }
+            }
+            ahead.left -= ALL, ahead.place.tile += ALL;
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) from[i] = look_up(wanted[i]);
+    }
+
     __device__ int head_of(const Place& place) const { return place.head * HEADS + warp % HEADS; }
 
     __device__ uint32_t after(uint32_t slot) const {
@@ -220,7 +258,7 @@ private:
     }
 
     // Starts the copies of the next tiles into the empty slots, which all lanes have left.
-    __device__ void refill() {
+    template <bool kLooks = true> __device__ void refill() {
         __syncwarp();
 #pragma unroll 1
         for (; empty > 0; --empty) {
@@ -229,7 +267,7 @@ private:
                 Tile::fetch(params.pool, filled, wanted[0].page, wanted[0].token, wanted[0].head, lane);
 #pragma unroll
                 for (int i = 1; i < STAGES; ++i) wanted[i - 1] = wanted[i];
-                look_up(wanted[STAGES - 1]);
+                if (kLooks) look_up(wanted[STAGES - 1]);
             }
             cp_async_commit();
         }
@@ -279,6 +317,7 @@ private:
             read = after(read);
             state.template add<Shape::kRagged>(queries, read, first + tile * Tile::TOKENS, bounds, params.rule, lane);
             ++empty;
+            if (kInStep && tile / TURNS % 4 == 3 && tile / TURNS < tiles / TURNS) __syncthreads();
             if (keeps_slot && tile + TURNS >= tiles) break;
         }
         state.finish(bounds);

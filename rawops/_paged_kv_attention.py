@@ -25,7 +25,7 @@ _MANY_BLOCKS = 16  # that share an item, from where they are made larger
 
 PARAMS = ParamStruct(
     "PagedParams",
-    **dict.fromkeys(("q", "out", "lse", "partial", "counters", "prior", "prior_lse"), "pointer"),
+    **dict.fromkeys(("q", "out", "lse", "partial", "prior", "prior_lse"), "pointer"),
     **dict.fromkeys(("prior_split", "prior_lse_split"), "int64"),
     **dict.fromkeys(("q_row", "q_head", "out_row", "out_head", "out_dim", "lse_head", "lse_row"), "int64"),
     **POOL_FIELDS,
@@ -189,9 +189,9 @@ class Launch:
     def run(self, device, addresses: tuple, workspace: Workspace, prior: Parts = NO_PARTS) -> None:
         """Launch with the addresses of q, out, lse, and of the others in the order of `OP`."""
         q, out, lse, pages, table, lens, cu, slopes, *scales = addresses
-        partial, counters = workspace.addresses(device, self.partial_floats, self.grid[0])
+        partial = workspace.shares(device, self.partial_floats)
         packed = PARAMS.pack(
-            *(q, out, lse, partial, counters, *prior[:4], *self.strides, pages, table, *scales, *self.pool, lens, cu),
+            *(q, out, lse, partial, *prior[:4], *self.strides, pages, table, *scales, *self.pool, lens, cu),
             *(*self.work, prior.count, *self.rule, slopes),
         )
         self.function.launch(self.grid, self.block, (packed,), self.shared_bytes, early=True)

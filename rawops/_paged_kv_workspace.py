@@ -8,32 +8,32 @@ import threading
 class Workspace:
     """Where blocks leave partial results and count their arrivals; grows as needed, calls that share it are in order.
 
-    The counters are zero between launches: each launch leaves them so. What was given out stays allocated, since a
-    captured graph may use it.
+    `shares` and `zeros` are 0 between launches: each launch leaves them so. What was given out stays allocated, since
+    a captured graph may use it.
     """
 
     def __init__(self) -> None:
-        self._arrays: dict[str, list] = {"float32": [], "int32": [], "prior": [], "zeros": []}
+        self._arrays: dict[str, list] = {"shares": [], "partial": [], "prior": [], "zeros": []}
         self._lock = threading.Lock()
 
-    def addresses(self, device, floats: int, counters: int) -> tuple[int, int]:
-        """Return the addresses of the partial results and of the counters."""
-        return self._at_least(device, "float32", floats), self._at_least(device, "int32", counters)
+    def shares(self, device, floats: int) -> int:
+        """Return the address of `floats` float32 for parts of items, 0 between launches."""
+        return self._at_least(device, "shares", floats)
 
     def partial(self, device, floats: int) -> int:
         """Return the address of `floats` float32 for partial results."""
-        return self._at_least(device, "float32", floats)
+        return self._at_least(device, "partial", floats)
 
     def zeros(self, device, count: int) -> int:
-        """Return the address of `count` int32 zeros, between launches: not the counters, which may still be at work."""
-        return self._at_least(device, "int32", count, "zeros")
+        """Return the address of `count` int32 that are 0 between launches."""
+        return self._at_least(device, "zeros", count, "int32")
 
     def prior(self, device, floats: int) -> int:
         """Return the address of `floats` float32 that one launch leaves for the next, which has partial results too."""
-        return self._at_least(device, "float32", floats, "prior")
+        return self._at_least(device, "prior", floats)
 
-    def _at_least(self, device, dtype: str, count: int, name: str = "") -> int:
-        found = self._arrays[name or dtype]
+    def _at_least(self, device, name: str, count: int, dtype: str = "float32") -> int:
+        found = self._arrays[name]
         if not found or found[-1].size < count:
             with self._lock:
                 if not found or found[-1].size < count:

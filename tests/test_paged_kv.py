@@ -149,11 +149,15 @@ GRIDS = {  # blocks for sequences of these lengths
 
 @pytest.mark.parametrize("lens", GRIDS, ids=str)
 def test_shares_of_the_line_of_tiles(device, rng, monkeypatch, lens):
-    """Grids that cut the line of tiles anywhere: within items, at their ends, several items a block."""
+    """Grids that cut the line of tiles anywhere: within items, at their ends, several items a block.
+
+    Each launch finds no parts of items in the workspace, and leaves none.
+    """
     p = Paged(rng, lens, 2, 64, 16)
     q = queries(rng, len(lens), 4, 64)
     want = decode_reference(q, p)
-    plan = _paged_kv_attention.plan_launch
+    plan, workspace = _paged_kv_attention.plan_launch, Workspace()
+    monkeypatch.setattr(_paged_kv_attention, "workspace_of_stream", lambda device: workspace)
     for blocks in GRIDS[lens]:
 
         def with_grid(*args, blocks=blocks, **kind):
@@ -164,6 +168,7 @@ def test_shares_of_the_line_of_tiles(device, rng, monkeypatch, lens):
         monkeypatch.setattr(_paged_kv_attention.OP, "_plans", {})
         monkeypatch.setattr(_paged_kv_attention.OP, "_last", (None,) * 4)
         close(*run(device, p, q), *want, "float16", 150)
+        assert not any(x.any() for x in workspace._arrays["shares"])
 
 
 @pytest.mark.parametrize("lens", [[*[128] * 6, 113, 120, 127], [*[128] * 4, *[60] * 4, 0]], ids=str)

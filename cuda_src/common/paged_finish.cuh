@@ -1,5 +1,5 @@
-// The end of an item: the warps of a block put their sums together, and the last of the blocks that share the item puts
-// theirs together and writes the result.
+// The end of an item: the warps of a block put their sums together, and one of the blocks that share the item puts theirs
+// together and writes the result.
 #pragma once
 #include "hopper.cuh"
 #include "paged_rows.cuh"
@@ -9,8 +9,8 @@ namespace rawops {
 struct PagedParams {
     const void* q;
     void* out;
-    float *lse, *partial;  // lse: none if not wanted; partial: per block, 2 slots of PartialSlot::FLOATS
-    int* counters;         // one a block, 0 between launches
+    float* lse;     // none if not wanted
+    void* partial;  // per block, 2 slots of PartialSlot; 0 between launches
     // Results over keys that come before all others, [parts][row of q][head][head_dim], and their lse, [parts][head][row
     // of q]; none if there are no parts.
     const float *prior, *prior_lse;
@@ -38,17 +38,52 @@ template <int TOKENS, bool kRagged> struct ItemRows {
     }
 };
 
-// What a block leaves of an item that it shares: weighted values, then for each row the largest score and the sum.
+// What a block leaves of an item that it shares: weighted values, and for each row the largest score and the sum. A word
+// that is 0 is not there yet.
 template <int HEAD_DIM> struct PartialSlot {
-    static constexpr int FLOATS = kItemRows * (HEAD_DIM + 2);
-    static constexpr int MAXIMA = kItemRows * HEAD_DIM, SUMS = MAXIMA + kItemRows;
+    float4 values[kItemRows * HEAD_DIM / 4];
+    float2 top_and_sum[kItemRows];
+
+    static __device__ float there(float x) { return x == 0 ? -0.0f : x; }
+    __device__ void leave(int index, const float (&x)[4]) {
+        asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(values + index), "f"(there(x[0])),
+                     "f"(there(x[1])), "f"(there(x[2])), "f"(there(x[3]))
+                     : "memory");
+    }
+    __device__ void leave_row(int row, float top, float sum) {
+        asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(top_and_sum + row), "f"(there(top)),
+                     "f"(there(sum))
+                     : "memory");
+    }
+    // Reads what is wanted of another block's words, which may not be there yet.
+    __device__ void look(int index, int row, bool wanted, float4& x, float2& top_sum) const {
+        asm volatile(
+            "{\n"
+            ".reg .pred wanted;\n"
+            "setp.ne.u32 wanted, %8, 0;\n"
+            "@wanted ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%6];\n"
+            "@wanted ld.relaxed.gpu.global.v2.f32 {%4, %5}, [%7];\n"
+            "}"
+            : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w), "+f"(top_sum.x), "+f"(top_sum.y)
+            : "l"(values + index), "l"(top_and_sum + row), "r"(int(wanted))
+            : "memory");
+    }
+    __device__ void clear(int index, int rows) {
+        values[index] = make_float4(0, 0, 0, 0);
+        if (index < rows) top_and_sum[index] = make_float2(0, 0);
+    }
+    static __device__ bool is_there(const float4& x, const float2& top_sum) {
+        bool there = true;
+        const float words[6] = {x.x, x.y, x.z, x.w, top_sum.x, top_sum.y};
+        for (float word : words) there &= __float_as_uint(word) != 0;
+        return there;
+    }
 };
 
 // What the warps of a block tell each other at the end of an item.
 template <int WARPS> struct Meeting {
     float top[WARPS][kItemRows], sum[WARPS][kItemRows];
     uint32_t slot[WARPS];  // where the warp's weighted values are, 0 if it had no tile
-    int is_last;
 };
 
 // What the second block of a pair sends to the first: rows of weighted values, largest scores and sums.
@@ -100,7 +135,7 @@ public:
     using Rows = ItemRows<Tile::TOKENS, kRagged>;
     using Slot = PartialSlot<Tile::HEAD_DIM>;
     using Sums = ChunkTile<Tile::HEAD_DIM / 4>;  // a warp's float32 sums
-    static constexpr int GROUPS = Tile::HEAD_DIM / 4;
+    static constexpr int GROUPS = Tile::HEAD_DIM / 4, THREADS = WARPS * kWarpSize;
 
     __device__ ItemEnd(const PagedParams& p, Meeting<WARPS>& m) : params(p), meeting(m) {}
 
@@ -132,27 +167,39 @@ public:
         }
     }
 
-    // By all threads of the block. Afterwards the warps' slots are free.
-    __device__ void meet(const Rows& rows, const Shares& shares) {
+    // By all threads of the block. Afterwards the warps' slots are free. Of an item that several blocks share, the one
+    // with its first tiles gathers what the others leave. `room`: of those slots, if they lie side by side.
+    __device__ void meet(const Rows& rows, const Shares& shares, int number, uint32_t room) {
         __syncthreads();
-        float* own = shares.count > 1 ? partial(shares, blockIdx.x - shares.first) : nullptr;
+        const int size = rows.count * GROUPS;
+        const bool gathers = number == shares.first && shares.count > 1;
+        // As many sets of threads as there are share the other blocks' parts.
+        const int sets = gathers && room != 0 ? max_of(THREADS / size, 1) : 1;
+        const int set = sets > 1 ? threadIdx.x / size : 0;
+        Merged merged;
 #pragma unroll 1
-        for (bool of_all = false;; of_all = true) {
-#pragma unroll 1
-            for (int index = threadIdx.x; index < rows.count * GROUPS; index += WARPS * kWarpSize) {
-                const int row = index / GROUPS, group = index % GROUPS;
-                const Merged merged = of_all ? of_blocks(shares, row, group) : of_warps(row, group);
-                if (own != nullptr && !of_all) {
-                    const auto& value = merged.value;
-                    reinterpret_cast<float4*>(own)[index] = make_float4(value[0], value[1], value[2], value[3]);
-                    if (group == 0) own[Slot::MAXIMA + row] = merged.top, own[Slot::SUMS + row] = merged.sum;
-                } else {
-                    write(rows, row, group, merged);
-                }
+        for (int index = threadIdx.x - set * size; index < size && set < sets; index += THREADS) {
+            const int row = index / GROUPS, group = index % GROUPS;
+            merged = set == 0 ? of_warps(row, group) : Merged();
+            if (number != shares.first) {
+                Slot* own = slot(shares, number - shares.first);
+                own->leave(index, merged.value);
+                if (group == 0) own->leave_row(row, merged.top, merged.sum);
+                continue;
             }
-            if (of_all || own == nullptr || !is_last(shares)) break;
+            if (gathers) add_blocks(merged, shares, row, index, set, sets);
+            if (sets == 1) write(rows, row, group, merged);
         }
         __syncthreads();
+        if (!gathers) return;
+        if (sets > 1) join_sets(merged, rows, size, set, sets, room);
+#pragma unroll 1
+        for (int i = 1 + set; i < shares.count && set < sets; i += sets) {
+#pragma unroll 1
+            for (int index = threadIdx.x - set * size; index < size; index += THREADS) {
+                slot(shares, i)->clear(index, rows.count);
+            }
+        }
     }
 
     // The same where the two blocks of a cluster share an item: the second one sends what it has to the first one's shared
@@ -185,9 +232,8 @@ private:
     const PagedParams& params;
     Meeting<WARPS>& meeting;
 
-    __device__ float* partial(const Shares& shares, int i) const {
-        const int slot = i == 0 ? shares.first_slot : 2 * (shares.first + i);
-        return params.partial + int64_t(slot) * Slot::FLOATS;
+    __device__ Slot* slot(const Shares& shares, int i) const {
+        return static_cast<Slot*>(params.partial) + (i == 0 ? shares.first_slot : 2 * (shares.first + i));
     }
 
     // Without branches, which would have each load wait for the one before.
@@ -226,18 +272,50 @@ private:
             : "memory");
     }
 
-    // In the order of the blocks, whichever came last.
-    __device__ Merged of_blocks(const Shares& shares, int row, int group) const {
-        Merged merged;
-        auto load = [&](int i, float& top, float& sum, float4& term) {
-            const float* from = partial(shares, i);
-            top = load_past_l1(from + Slot::MAXIMA + row);
-            sum = load_past_l1(from + Slot::SUMS + row);
-            term = load_past_l1(reinterpret_cast<const float4*>(from) + row * GROUPS + group);
-        };
-        if (shares.count <= 4) add_parts<4>(merged, shares.count, load);
-        else add_parts<AT_ONCE>(merged, shares.count, load);
-        return merged;
+    // Adds what every so manieth of the other blocks leaves, in their order.
+    __device__ void add_blocks(Merged& merged, const Shares& shares, int row, int index, int set, int sets) const {
+#pragma unroll 1
+        for (int begin = 1 + set; begin < shares.count; begin += AT_ONCE * sets) {
+            const int count = shares.count - begin;  // of which every so manieth
+            float4 term[AT_ONCE] = {};
+            float2 top_sum[AT_ONCE] = {};
+            bool missing;
+            do {
+                missing = false;
+                const Slot* from = slot(shares, begin);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i, from += 2 * sets) {
+                    const bool wanted = (i * sets < count) & !Slot::is_there(term[i], top_sum[i]);
+                    from->look(index, row, wanted, term[i], top_sum[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) missing |= (i * sets < count) & !Slot::is_there(term[i], top_sum[i]);
+            } while (missing);
+            float top[AT_ONCE], sum[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) top[i] = top_sum[i].x, sum[i] = top_sum[i].y;
+            add_batch<AT_ONCE>(merged, ceil_div(count, sets), top, sum, term);
+        }
+    }
+
+    // The first set of threads gets what the others have, in their order, and writes the result.
+    __device__ void join_sets(Merged& merged, const Rows& rows, int size, int set, int sets, uint32_t room) const {
+        const int index = threadIdx.x - set * size;
+        float4* const values = static_cast<float4*>(__cvta_shared_to_generic(room));
+        float2* const top_sums = reinterpret_cast<float2*>(values + THREADS);
+        if (set > 0 && set < sets) {
+            values[threadIdx.x] = make_float4(merged.value[0], merged.value[1], merged.value[2], merged.value[3]);
+            top_sums[threadIdx.x] = make_float2(merged.top, merged.sum);
+        }
+        __syncthreads();
+        if (set > 0) return;
+#pragma unroll 1
+        for (int from = index + size; from < sets * size; from += size) {
+            const float2 other = top_sums[from];
+            merged.raise(fmaxf(merged.top, other.x));
+            merged.add(other.x, other.y, values[from]);
+        }
+        write(rows, index / GROUPS, index % GROUPS, merged);
     }
 
     // What an earlier launch has made of the keys before.
@@ -259,32 +337,23 @@ private:
         for (int begin = 0; begin < count; begin += BATCH) {
             float top[BATCH], sum[BATCH];
             float4 term[BATCH];
-            float high = merged.top;
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) load(min_of(begin + i, count - 1), top[i], sum[i], term[i]);
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) high = fmaxf(high, top[i]);
-            merged.raise(high);
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const bool is_empty = top[i] == -infinity() && sum[i] == sum[i];  // the sum of NaN scores is NaN
-                if (begin + i < count && !is_empty) merged.add(top[i], sum[i], term[i]);
-            }
+            add_batch<BATCH>(merged, count - begin, top, sum, term);
         }
     }
-
-    // Whether all other blocks of the item have left their part; the counter is then ready for the next launch.
-    __device__ bool is_last(const Shares& shares) {
-        __syncthreads();
-        if (threadIdx.x == 0) {  // the barrier has put the stores of all threads before this one's release
-            int* counter = params.counters + shares.first;
-            int arrived;
-            asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(arrived) : "l"(counter) : "memory");
-            meeting.is_last = arrived == shares.count - 1;
-            if (meeting.is_last) *counter = 0;
+    template <int BATCH>
+    static __device__ void add_batch(Merged& merged, int count, const float (&top)[BATCH], const float (&sum)[BATCH],
+                                     const float4 (&term)[BATCH]) {
+        float high = merged.top;
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) high = fmaxf(high, i < count ? top[i] : -infinity());
+        merged.raise(high);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const bool is_empty = top[i] == -infinity() && sum[i] == sum[i];  // the sum of NaN scores is NaN
+            if (i < count && !is_empty) merged.add(top[i], sum[i], term[i]);
         }
-        __syncthreads();
-        return meeting.is_last;
     }
 
     __device__ void write(const Rows& rows, int row, int group, Merged merged) const {

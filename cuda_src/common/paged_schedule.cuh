@@ -90,52 +90,95 @@ struct Shares {
     int first_slot;    // of the first block; the others use their even slots
 };
 
-// kMinTiles: the least that a block is worth.
+// What a block takes where all items are cut alike, one query a sequence: each into as many parts, or each block has as
+// many whole ones. This takes divisions but no lengths: it is known before they are read.
+struct EvenCut {
+    int blocks, used;                // of the grid, and those that have work
+    int items, per_item, per_block;  // blocks of an item, items of a block: one of the two is 1
+    int number, split;               // of this block, and of its part of its item
+    int b, head, rows;               // its first item
+
+    __device__ EvenCut(const PagedWork& work, int block, int blocks_)
+        : blocks(blocks_), items(work.batch * work.kv_heads * work.row_tiles), per_item(work.num_splits), per_block(1) {
+        if (per_item == 0) {
+            per_item = max_of(int(unsigned(blocks) / max_of(items, 1)), 1);
+            per_block = ceil_div(items, blocks);
+        }
+        used = unsigned(items) / max_of(per_block, 1) * per_item;
+        number = used - 1 - block;
+        const int whole = unsigned(max_of(number, 0)) / per_item, item = whole * per_block;
+        split = number - whole * per_item;
+        const int of_head = max_of(work.batch * work.row_tiles, 1);
+        head = unsigned(item) / of_head;
+        b = item - head * of_head;
+        rows = 0;
+        if (work.row_tiles > 1) rows = b, b = unsigned(rows) / work.row_tiles, rows -= b * work.row_tiles;
+    }
+
+    // Whether sequences are about equally long, all of them exactly if a block has whole items, and nearly all blocks
+    // have work then.
+    __device__ bool fits(int total, int longest) const {
+        const int even = longest * items;
+        if (per_item == 1) return total == even && unsigned(items) % per_block == 0 && nearly(used, blocks);
+        return nearly(used, blocks) && nearly(total, even);
+    }
+
+private:
+    static __device__ bool nearly(int less, int more) { return less >= more - more / 16; }
+};
+
+// Blocks are numbered from the last to the first: a block waits for those of higher numbers alone, which began before
+// it. kMinTiles: the least that a block is worth.
 template <int TOKENS, int kMinTiles, bool kRagged> class Schedule {
 public:
     using Sequence = rawops::Sequence<TOKENS, kRagged>;
     Place<TOKENS, kRagged> begin;  // of this block's range
     int count;                     // tiles of the range, 0: nothing to do
+    int number;                    // of the block
 
     __device__ Schedule() : count(0) {}
     // By all lanes of a warp alike.
-    __device__ Schedule(const PagedWork& work, const Lengths& lengths, int block, int blocks, int lane)
+    //
+    // Where items can be cut alike, ranges end where items do: that spares blocks the end of one item and the start of
+    // another in the middle of their work.
+    __device__ Schedule(const PagedWork& work, const Lengths& lengths, const EvenCut& cut, int lane)
         : count(0), splits(work.num_splits) {
-        Counts counts;
-        Found found;
-        bool by_item = splits > 0;
-        int head = 0, number = 0x7fffffff;  // of a tile of the head, or of an item
-#pragma unroll 1
-        for (bool adds_up = true;; adds_up = false) {
-            found = counts.find(work, lengths, number, lane, by_item);
-            if (!adds_up) break;
-            int of_head = found.before;
-            number = by_item ? unsigned(block) / splits : divide(work, of_head, counts.longest(), block, blocks);
-            if (!by_item && splits) {
-                by_item = true;
-                of_head = work.batch * work.row_tiles;
-                counts.base = -1;  // items are counted from here on
-            }
-            head = of_head > 0 ? unsigned(number) / of_head : work.kv_heads;
-            number -= head * of_head;
+        int of_head = 0, longest = 0;
+        for (int b = lane; b < work.batch; b += kWarpSize) {
+            const Sequence sequence(work, b, lengths);
+            of_head += in_line(sequence);
+            longest = max_of(longest, sequence.tiles);
         }
-        if (found.b >= work.batch || head >= work.kv_heads) {
+        of_head = __reduce_add_sync(~0u, of_head), longest = __reduce_max_sync(~0u, longest);
+        const int total = of_head * work.kv_heads, used = clamp(total / kMinTiles, 1, cut.blocks);
+        if (!kRagged && (splits > 0 || (used == cut.blocks && cut.fits(total, longest)))) {
+            number = cut.number;
+            if (number < 0) return;
+            begin = {cut.b, cut.head, cut.rows, 0, Sequence(work, cut.b, lengths)};
+            quota = count = longest * cut.per_block, longer = 0;
+            flat = number * quota;
+            if (splits > 0 || cut.per_item > 1) take_part(cut.per_item, cut.split);
+            return;
+        }
+        int at, split = 0;
+        if (splits > 0) {
+            number = cut.blocks - 1 - blockIdx.x;
+            at = unsigned(number) / splits, split = number - at * splits;
+        } else {
+            number = used - 1 - blockIdx.x;
+            if (number < 0) return;
+            quota = unsigned(total) / used;
+            longer = total - quota * used;
+            count = quota + (number < longer);
+            at = flat = number * quota + min_of(number, longer);
+        }
+        const int head = of_head > 0 ? unsigned(at) / of_head : work.kv_heads;
+        if (head >= work.kv_heads) {
             count = 0;
             return;
         }
-        const Sequence sequence(work, found.b, lengths);
-        int tile = number - found.before, rows = tile;
-        if (splits) {
-            const int split = unsigned(block) % splits;
-            flat = block - split;
-            splits = min_of(splits, sequence.tiles);
-            tile = share_begin(sequence.tiles, split);
-            count = split < splits ? share_begin(sequence.tiles, split + 1) - tile : 0;
-        } else {
-            rows = unsigned(tile) / sequence.tiles;
-            tile -= rows * sequence.tiles;
-        }
-        begin = {found.b, head, rows, tile, sequence};
+        begin = find(work, lengths, head, at - head * of_head, lane);
+        if (splits > 0) take_part(splits, split);
     }
 
     __device__ bool splits_items() const { return splits > 0; }
@@ -152,37 +195,22 @@ public:
     }
 
 private:
-    struct Found {
-        int b, before;
-    };
     int flat;           // number of the range's first tile, or of the block that has the item's first split
     int quota, longer;  // `longer` blocks have quota + 1 tiles, the rest quota
     int splits;         // of each item, 0 where ranges are cut anywhere
 
-    // Divides the tiles of all heads. Returns the number that this block begins with: a tile's, or an item's if items are
-    // split.
-    //
-    // Where sequences are about equally long, and nearly all blocks have work then, ranges end where items do: each
-    // item is split alike, or each block has as many whole ones. That spares the blocks to put shared items together.
-    __device__ int divide(const PagedWork& work, int of_head, int longest, int block, int blocks) {
-        const int total = of_head * work.kv_heads;
-        int used = clamp(total / kMinTiles, 1, blocks);
-        if (!kRagged && used == blocks) {
-            const int items = work.batch * work.kv_heads * work.row_tiles;
-            const int wanted = unsigned(blocks) / items;
-            if (wanted > 1 && nearly(items * wanted, blocks) && nearly(total, longest * items)) {
-                splits = wanted;
-                return unsigned(block) / splits;
-            }
-            const int even = unsigned(items) / unsigned(ceil_div(items, blocks));
-            if (total == longest * items && nearly(even, blocks)) used = even;
-        }
-        quota = unsigned(total) / used;
-        longer = total - quota * used;
-        count = block < used ? quota + (block < longer) : 0;
-        return flat = block * quota + min_of(block, longer);
+    // What a sequence has in the line of a head: tiles, or items where those are cut.
+    __device__ int in_line(const Sequence& sequence) const {
+        return sequence.row_tiles * (kRagged && splits > 0 ? 1 : sequence.tiles);
     }
-    static __device__ bool nearly(int less, int more) { return less >= more - more / 16; }
+
+    // Takes one of as many parts of the item at `begin`.
+    __device__ void take_part(int wanted, int split) {
+        flat = number - split;
+        splits = min_of(wanted, begin.sequence.tiles);
+        begin.tile = share_begin(begin.sequence.tiles, split);
+        count = split < splits ? share_begin(begin.sequence.tiles, split + 1) - begin.tile : 0;
+    }
 
     __device__ int owner(int tile) const {
         const int in_longer = longer * (quota + 1);
@@ -196,44 +224,35 @@ private:
         return split * whole + min_of(split, rest);
     }
 
-    // How many tiles, or items, each of 32 neighbouring sequences has, and all up to it. Kept from search to search.
-    struct Counts {
-        int base = -1, own, sum, most = 0;  // most: tiles of an item among this lane's sequences
-
-        __device__ int longest() const { return __reduce_max_sync(~0u, most); }
-
-        // The sequence that holds a number, and how many lie before it; the end and the total for one past the last.
-        __device__ Found find(const PagedWork& work, const Lengths& lengths, int number, int lane, bool by_item) {
-            int before = 0;
+    // The place in the line of a head.
+    __device__ Place<TOKENS, kRagged> find(const PagedWork& work, const Lengths& lengths, int head, int at,
+                                           int lane) const {
+        int before = 0, b = 0;
 #pragma unroll 1
-            for (int b = 0; b < work.batch; b += kWarpSize) {
-                if (b != base) count(work, lengths, b, lane, by_item);
-                const uint32_t past = __ballot_sync(~0u, before + sum > number);
-                if (past) {
-                    const int winner = __ffs(past) - 1;
-                    return {b + winner, before + __shfl_sync(~0u, sum - own, winner)};
-                }
-                before += __shfl_sync(~0u, sum, kWarpSize - 1);
-            }
-            return {work.batch, before};
-        }
-
-        __device__ void count(const PagedWork& work, const Lengths& lengths, int b, int lane, bool by_item) {
-            base = b;
-            own = 0;
-            if (b + lane < work.batch) {
-                const Sequence sequence(work, b + lane, lengths);
-                own = sequence.row_tiles * (by_item ? 1 : sequence.tiles);
-                most = max_of(most, sequence.tiles);
-            }
-            sum = own;
+        for (;; b += kWarpSize) {
+            const int own = b + lane < work.batch ? in_line(Sequence(work, b + lane, lengths)) : 0;
+            int sum = own;
 #pragma unroll
             for (int step = 1; step < kWarpSize; step *= 2) {
                 const int other = __shfl_up_sync(~0u, sum, step);
                 if (lane >= step) sum += other;
             }
+            const uint32_t past = __ballot_sync(~0u, before + sum > at);
+            if (past) {
+                const int winner = __ffs(past) - 1;
+                b += winner, before += __shfl_sync(~0u, sum - own, winner);
+                break;
+            }
+            before += __shfl_sync(~0u, sum, kWarpSize - 1);
         }
-    };
+        const Sequence sequence(work, b, lengths);
+        int tile = at - before, rows = tile;
+        if (splits == 0) {
+            rows = unsigned(tile) / sequence.tiles;
+            tile -= rows * sequence.tiles;
+        }
+        return {b, head, rows, tile, sequence};
+    }
 };
 
 }  // namespace rawops
