@@ -1,7 +1,7 @@
 // y = x @ a in float32 on Hopper, x (M, K) and a of a few columns: a pass over x, to be run beside a large product.
 //
 //   warp 12         TMA: 256 x 64 of x --> ring of stages
-//   warps 8-11      cp.async: 64 rows of a --> the same stage
+//   warps 8-11      cp.async: 64 rows of a --> the same stage; 64 ranks come by TMA
 //   warps 0-3, 4-7  wgmma: 128 rows of y each
 //
 // An SM takes in a few boxes a microsecond, whatever their size: these are large. TMA takes as long for a row of 32 bytes
@@ -15,6 +15,7 @@ namespace rawops {
 // As _lora_sm90.py packs it; strides in elements.
 struct NarrowParams {
     TensorMap x;    // three axes of the batch, then those of the matrix as they lie in memory
+    TensorMap a_map;  // where rows of a stage have 128 bytes, likewise
     const void* a;  // (K, rank)
     float* y;       // (batches * M, rank), rows on 16-byte boundaries
     int64_t a_row, a_col, y_row;
@@ -32,7 +33,7 @@ constexpr int kNarrowThreads = kNarrowConsumers + kNarrowLoaders + kWarpSize;
 // A stage: x and a, swizzled as TMA writes and wgmma reads them.
 template <int RANKS_, bool kByK_> struct NarrowTile {
     static constexpr int RANKS = RANKS_;
-    static constexpr bool kByK = kByK_;
+    static constexpr bool kByK = kByK_, kMoved = RANKS == 64;  // a by TMA, too
     static constexpr int SPAN = kByK ? kNarrowK * 2 : RANKS * 2, ROW_CHUNKS = SPAN / 16;  // of a row of a
     static constexpr int CHUNKS = kNarrowK * RANKS / 8;                                   // of 16 bytes
     static constexpr int BOX_BYTES = 64 * kNarrowK * 2, X_BYTES = kNarrowRows * kNarrowK * 2;
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __gr
     const int tiles = ceil_div(params.M, kNarrowRows), k_blocks = ceil_div(params.K, kNarrowK);
     const int first_rank = blockIdx.y * RANKS;
     if (threadIdx.x == 0) {
-        barriers.init(kNarrowGroups, 1 + kNarrowLoaders);
+        barriers.init(kNarrowGroups, Tile::kMoved ? 1 : 1 + kNarrowLoaders);
         prefetch_tensor_map(params.x);
     }
     __syncthreads();
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __gr
                 hold(acc[i]);
                 write_narrow(acc[i], params, place, (group * kNarrowAtoms + i) * 64, first_rank);
             }
-        } else {
+        } else if (!Tile::kMoved || group > kNarrowGroups) {
 #pragma unroll 1
             for (int k = 0; k < k_blocks * kNarrowK; k += kNarrowK, slot.advance()) {
                 const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES, full = barriers.full(slot.stage);
@@ -163,7 +164,11 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __gr
                     factor.fetch(stage, k);
                     copies.commit();
                 } else if (thread == 0) {
-                    barrier_arrive_expect(full, Tile::X_BYTES);
+                    barrier_arrive_expect(full, Tile::kMoved ? Tile::STAGE_BYTES : Tile::X_BYTES);
+                    if constexpr (Tile::kMoved) {
+                        tma_load(stage + Tile::X_BYTES, params.a_map,
+                                 {kAByK ? k : first_rank, kAByK ? first_rank : k, 0, 0, 0}, full);
+                    }
 #pragma unroll
                     for (int box = 0; box < (kXByK ? 1 : kNarrowRows / 64); ++box) {
                         const int row = place.m + box * 64;

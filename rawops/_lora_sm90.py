@@ -13,7 +13,7 @@ _THREADS, _RING_BYTES = 416, 208 << 10
 
 _NARROW = ParamStruct(
     "NarrowParams",
-    x="tensormap",
+    **dict.fromkeys(("x", "a_map"), "tensormap"),
     **dict.fromkeys(("a", "y"), "pointer"),
     **dict.fromkeys(("a_row", "a_col", "y_row"), "int64"),
     **dict.fromkeys(("M", "K", "rank", "batches"), "int32"),
@@ -68,14 +68,17 @@ class NarrowProduct:
         moves = [int(n > 1 and s != 0) for n, s in zip(extents, x.batch, strict=True)]
         self._numbers = a.row, a.col, y_row, M, K, rank, batches, *extents, *moves
         describe = [map_of(x, (M, x.row), (K, x.col), x_by_k, NARROW_ROWS if x_by_k else 64, 64, extents)]
-        self._map = functools.lru_cache(maxsize=64)(lambda address: encode(device, describe, (address,))[0])
+        if ranks == RANKS[-1]:  # rows of 128 bytes
+            describe.append(map_of(a, (rank, a.col), (K, a.row), a_by_k, ranks, 64, (1, 1, 1)))
+        self._maps = functools.lru_cache(maxsize=64)(lambda *at: encode(device, describe, at[: len(describe)]))
 
     def run(self, x: int, a: int, y: int, beside: bool = False) -> None:
         """Launch on these addresses.
 
         With `beside` it runs beside the launch before, which must neither write x or a nor use the memory of y.
         """
-        params = _NARROW.pack(self._map(x), a, y, *self._numbers, not beside)
+        x_map, a_map = (*self._maps(x, a), b"")[:2]
+        params = _NARROW.pack(x_map, a_map, a, y, *self._numbers, not beside)
         self._kernel.launch(self._grid, (_THREADS, 1, 1), (params,), self._shared_bytes, True)
 
 
