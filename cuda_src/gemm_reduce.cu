@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(128)
     using V = Accumulator<T>;
     using Sum = Vector<V, Epilogue::WIDTH>;
     constexpr int WIDTH = Epilogue::WIDTH, GROUPS = 128 / LANES;  // of a block
-    constexpr int AT_A_TIME = 2;                                  // slices that a thread has under way
+    constexpr int AT_A_TIME = 4;                                  // slices that a thread has under way
     __shared__ Sum parts[LANES][GROUPS];
     const GemmCall& call = params.call;
     const GemmShape& shape = params.shape;

@@ -385,7 +385,7 @@ def reduction(device, dtype: str, out_dtype: str, activation: int, groups: int, 
 
     `groups` are of as many columns as 16 bytes of accumulators hold.
     """
-    lanes = 4 if splits <= 16 else 16
+    lanes = next((lanes for lanes in (4, 8) if splits <= 4 * lanes), 16)  # four loads each, all at a time
     kernel = REDUCE.kernel(device, dtype=dtype, out_dtype=out_dtype, lanes=lanes, activation=activation)
     return {"reduce": kernel, "grid": (-(-groups * lanes // REDUCE_THREADS), 1, 1)}
 

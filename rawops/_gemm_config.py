@@ -189,10 +189,10 @@ REDUCE = KernelSpec(
     choices={
         "dtype": DTYPES,
         "out_dtype": DTYPES,
-        "lanes": (4, 16),  # threads that share the slices of a group of columns
+        "lanes": (4, 8, 16),  # threads that share the slices of a group of columns
         "activation": LAYOUT_CHOICES["activation"],
     },
-    smoke=[{"dtype": "float16", "out_dtype": "float16", "lanes": lanes, "activation": 0} for lanes in (4, 16)],
+    smoke=[{"dtype": "float16", "out_dtype": "float16", "lanes": lanes, "activation": 0} for lanes in (4, 8, 16)],
     params=PARAMS,
 )
 

@@ -25,7 +25,7 @@ _RING_BYTES = 248  # that an SM takes in for a tile of 128 rows
 _SECTOR = 32
 _STRADDLING_BYTES = 15000, 23000  # all SMs, where rows begin inside sectors, inside lines of 128 bytes
 _MEMORY_BYTES = 9800  # that all SMs together take in from the memory, however b lies there, and
-_SM_BYTES = 180  # one from the L2, twice as much where most others are idle
+_SM_BYTES = 180  # one from the L2, twice as much where most others are idle, or half of them, where each has its own b
 _LATENCY = 550  # of a stage under way
 _COST_OF_CLUSTER = 250  # its barrier, and the way of the partial sums to other SMs, at
 _CLUSTER_BYTES = 80
@@ -278,7 +278,8 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
             given = taken_in - columns * SPAN // 2 if config.pairs else taken_in
             k_block = max(k_block, config.blocks * given // _STRADDLING_BYTES[problem.row_bytes >= _SECTOR])
     else:
-        sm_bytes = _SM_BYTES if config.blocks > sm_count // 8 else 2 * _SM_BYTES
+        few = sm_count // (8 if problem.batches == 1 else 2)
+        sm_bytes = _SM_BYTES if config.blocks > few else 2 * _SM_BYTES
         k_block = max((columns + config.block_m) * SPAN // sm_bytes, _LATENCY // max(config.stages, 1))
     main_loop = -(-problem.k_blocks // cluster) * k_block
     slices = problem.rank // 16

@@ -11,7 +11,7 @@ from rawops._gemm_sm90_specs import DIRECT
 
 _MIN_BLOCKS = 4  # of K in a slice
 # In the units of _gemm_sm90_config.py: the second launch, and the bytes of partial sums that are written and read.
-_COST_OF_REDUCE = 2300
+_COST_OF_REDUCE = 900
 _L2_BYTES = 6000
 
 
