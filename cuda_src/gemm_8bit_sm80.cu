@@ -1,5 +1,6 @@
 // GEMM of float8 and int8 on the tensor cores of sm_80 and later (mma.sync), operands K-major with rows on 16-byte
-// boundaries. Where mma.sync does not take float8 itself (it does on sm_89 and sm_120), that becomes float16 in registers.
+// boundaries. Where mma.sync does not take float8 itself (it does on sm_89 and sm_120), that becomes float16 in
+// registers.
 //
 // As gemm_sm80.cu, but that a block walks along K in spans, whose sums it adds up in float32, each with its scales.
 #include "common/mma_tile.cuh"

@@ -4,8 +4,8 @@
 
 namespace rawops {
 
-template <class T, class Out, class Addend, int BLOCK_M, int BLOCK_N, int STAGES, int kPromotion, bool kVectors, int kActivation,
-          int kFinish, bool kPingPong,
+template <class T, class Out, class Addend, int BLOCK_M, int BLOCK_N, int STAGES, int kPromotion, bool kVectors,
+          int kActivation, int kFinish, bool kPingPong,
           class Tile = HopperTile<T, Out, BLOCK_M, BLOCK_N, STAGES, 1, true, true, kActivation, kFinish, kPingPong,
                                   NoLowRank, false, HopperScaling<Addend, kPromotion, kVectors>>>
 __global__ void __launch_bounds__(Tile::THREADS, 1)

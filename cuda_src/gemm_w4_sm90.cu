@@ -1,5 +1,6 @@
-// Up to sixteen tokens times packed 4-bit weights on Hopper: K contiguous, a scale for each 128. TMA brings both, for all
-// warps of a block that share the tokens, and the weights are dequantised in the registers of the lanes that multiply them.
+// Up to sixteen tokens times packed 4-bit weights on Hopper: K contiguous, a scale for each 128. TMA brings both, for
+// all warps of a block that share the tokens, and the weights are dequantised in the registers of the lanes that
+// multiply them.
 //
 //   last warp, one thread   TMA: weights, tokens, scales --> ring of stages       waits for `empty`, ends `full`
 //   the warp before         tokens: the pairs that weights come out in            waits for `full`, ends `ready`  (*)
@@ -7,8 +8,8 @@
 //
 // (*) Where many warps share the tokens. Otherwise each pairs what it reads, and `full` is `ready`.
 //
-// A block has `units` of 32 columns and `slices` warps for each, which take every slices-th group of 128 along K. In the
-// end the slices are added up in order. blockIdx.x counts `units` units.
+// A block has `units` of 32 columns and `slices` warps for each, which take every slices-th group of 128 along K. In
+// the end the slices are added up in order. blockIdx.x counts `units` units.
 #include "common/hopper.cuh"
 #include "common/launches.cuh"
 #include "common/w4_stream.cuh"
@@ -160,7 +161,7 @@ public:
         const int to_up = shape.groups / 2 * group_rows * kSpan;
         uint32_t words[4][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // the swizzle of neighbouring rows: the first has an even number, or one in fours
+        for (int i = 0; i < 4; ++i) {  // neighbouring rows' swizzle: the first has an even number, or one in fours
             const int k = i % Tile::COLUMNS;
             load_shared(words[i], (first ^ k * 16) + k * kSpan + i / Tile::COLUMNS * to_up);
         }
@@ -219,7 +220,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         asm volatile("bar.arrive 2, %0;" ::"r"(threads) : "memory");
     }
     await_launch_before();
-    const int groups = float(params.call.alpha.read()) == 0 ? 0 : params.shape.K / Tile::GROUP;  // 0: a and b are not read
+    const bool reads = float(params.call.alpha.read()) != 0;  // a and b
+    const int groups = reads ? params.shape.K / Tile::GROUP : 0;
     if (produces) {
         if (lane == 0) load_stages<Tile>(maps, ring, groups, cols);
         return;

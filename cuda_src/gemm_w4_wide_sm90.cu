@@ -5,11 +5,11 @@
 //   the other warpgroups      ring --> registers --> wgmma --> part * scale --> sum  wait for `full`, end `empty`
 //                             sum --> slab of shared memory --> epilogue --> D
 //
-// A consumer has a unit of 64 columns, and every SLICES-th stage; of a gated tile, half of the units have columns of the
-// gate and the other half those of up. While the tensor cores work on one section of K, it dequantises the next. Two
-// consumers take turns, so that one has the tensor cores while the other adds up. Weights are exact in a's type; each
-// group's sum is float32 and is scaled in float32. A block takes items blockIdx.x, blockIdx.x + gridDim.x, ...: the tiles
-// of one slice of K after another.
+// A consumer has a unit of 64 columns, and every SLICES-th stage; of a gated tile, half of the units have columns of
+// the gate and the other half those of up. While the tensor cores work on one section of K, it dequantises the next.
+// Two consumers take turns, so that one has the tensor cores while the other adds up. Weights are exact in a's type;
+// each group's sum is float32 and is scaled in float32. A block takes items blockIdx.x, blockIdx.x + gridDim.x, ...:
+// the tiles of one slice of K after another.
 #include "common/launches.cuh"
 #include "common/w4_wide.cuh"
 
@@ -48,9 +48,10 @@ __device__ inline void finish_staged(const typename Tile::Sums& sum, const float
     }
 }
 
-// Writes CHUNK tokens of a consumer, from chunk * CHUNK on, to the slab, or adds them to what another slice has left.
+// Writes CHUNK tokens of a consumer, from chunk * CHUNK on, to the slab, or adds them to what is there.
 template <class Tile>
-__device__ inline void leave(const typename Tile::Sums& sum, int chunk, float* slab, const WideConsumer<Tile>& self) {
+__device__ inline void leave(const typename Tile::Sums& sum, int chunk, float* slab, bool adds,
+                             const WideConsumer<Tile>& self) {
     constexpr int ATOMS = Tile::CHUNK / 8;
     float* own = slab + self.lane % 4 * 2 * Tile::SLAB_ROW + self.unit * Tile::UNIT + self.column;
 #pragma unroll
@@ -60,7 +61,7 @@ __device__ inline void leave(const typename Tile::Sums& sum, int chunk, float* s
             const float* values = &sum[(chunk * ATOMS + atom) * 4 + i];
             auto& place = *reinterpret_cast<Vector<float, 2>*>(own + (atom * 8 + i) * Tile::SLAB_ROW);
             Vector<float, 2> total = {};
-            if (self.slice > 0) total = place;
+            if (adds) total = place;
             total.data[0] += values[0] * Tile::Weights::kFactor;
             total.data[1] += values[2] * Tile::Weights::kFactor;
             place = total;
@@ -82,7 +83,7 @@ __device__ inline void finish_by_slab(const typename Tile::Sums& sum, const Epil
         for (int slice = 0; slice < Tile::SLICES; ++slice) {
 #pragma unroll
             for (int candidate = 0; candidate < Tile::TOKENS / Tile::CHUNK; ++candidate) {  // registers have no index
-                if (candidate == chunk && slice == self.slice) leave<Tile>(sum, candidate, slab, self);
+                if (candidate == chunk && slice == self.slice) leave<Tile>(sum, candidate, slab, slice > 0, self);
             }
             sync_group<1, THREADS>();
         }
@@ -97,13 +98,51 @@ __device__ inline void finish_by_slab(const typename Tile::Sums& sum, const Epil
     }
 }
 
-template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int GROUP, int TOKENS, int UNITS, int SLICES,
-          int STAGES, bool kBKMajor, int kActivation, bool kStaged,
-          class Tile = WideTile<T, Scale, kFormat, kHasZeros, GROUP, TOKENS, UNITS, SLICES, STAGES, kBKMajor,
-                                kActivation == kSwiglu, kStaged>>
-__global__ void __launch_bounds__(Tile::THREADS, 1)
-    gemm_w4_wide_sm90(const __grid_constant__ WideMaps maps, const __grid_constant__ W4Params params, int raster_rows) {
-    using Epilogue = Epilogue<T, Out, kActivation>;
+// Four columns of a token: the sums of all slices in all blocks, in order.
+template <class Tile> __device__ inline Vector<float, 4> total_of(const float* sums, int token, int col) {
+    Vector<float, 4> part[Tile::CLUSTER * Tile::SLICES];
+#pragma unroll
+    for (int i = 0; i < Tile::CLUSTER * Tile::SLICES; ++i) {
+        const float* from = sums + (i % Tile::SLICES * Tile::TOKENS + token) * Tile::SLAB_ROW + col;
+        if constexpr (Tile::CLUSTER > 1) load_from_rank(part[i].data, shared_address(from), i / Tile::SLICES);
+        else part[i] = *reinterpret_cast<const Vector<float, 4>*>(from);
+    }
+    Vector<float, 4> total = {};
+#pragma unroll
+    for (int i = 0; i < Tile::CLUSTER * Tile::SLICES * 4; ++i) total.data[i % 4] += part[i / 4].data[i % 4];
+    return total;
+}
+
+// The way of all consumers' sums to D through the ring, of all tokens at once. The blocks of a cluster take the tokens
+// in turn.
+template <class Tile, class Epilogue>
+__device__ inline void finish_by_ring(const typename Tile::Sums& sum, const Epilogue& epilogue, const WideWork& work,
+                                      int rows, float* sums, const WideConsumer<Tile>& self) {
+    constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize, PIECES = Tile::COLS / 4;
+    sync_group<1, THREADS>();  // all stages have been read
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::TOKENS / Tile::CHUNK; ++chunk) {
+        const int token = self.slice * Tile::TOKENS + chunk * Tile::CHUNK;
+        leave<Tile>(sum, chunk, sums + token * Tile::SLAB_ROW, false, self);
+    }
+    if constexpr (Tile::CLUSTER > 1) cluster_sync();
+    else sync_group<1, THREADS>();
+    const int tokens = min_of(Tile::TOKENS, rows - work.m);
+#pragma unroll 1
+    for (int piece = (Tile::CLUSTER > 1 ? cluster_rank() * THREADS : 0) + threadIdx.x - kWarpGroupSize;
+         piece < tokens * PIECES; piece += Tile::CLUSTER * THREADS) {
+        const int token = piece / PIECES, col = piece % PIECES * 4;
+        auto value = total_of<Tile>(sums, token, col), up = value;
+        if constexpr (Tile::kGated) up = total_of<Tile>(sums, token, Tile::COLS + col);
+        epilogue.finish(work.m + token, work.n + col, value.data, up.data);
+    }
+    if constexpr (Tile::CLUSTER > 1) cluster_sync();  // the others read what this block has left
+}
+
+template <class Tile, class Out, int kActivation>
+__device__ inline void run_wide(const WideMaps& maps, const W4Params& params, int raster_rows) {
+    using Epilogue = Epilogue<typename Tile::T, Out, kActivation>;
+    constexpr bool kStaged = Tile::kFinish == kByBox;
     extern __shared__ __align__(1024) char shared[];
     const RingBarriers<Tile::STAGES> barriers{shared_address(shared) + Tile::BARRIERS_AT};
     start_next_launch();
@@ -119,7 +158,13 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0);  // known to be uniform
     if (warpgroup == 0) {
         release_registers<Tile::PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) load_wide<Tile>(maps, schedule, params.shape.epilogue.cols, shared_address(shared), barriers);
+        const int cols = params.shape.epilogue.cols;
+        if (threadIdx.x == 0) load_wide<Tile>(maps, schedule, cols, shared_address(shared), barriers);
+        if constexpr (Tile::CLUSTER > 1) {  // whose barriers count these warps, too
+            __syncwarp();
+            cluster_sync();
+            cluster_sync();
+        }
         return;
     }
     claim_registers<Tile::CONSUMER_REGISTERS>();
@@ -144,6 +189,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         slot.skip(work.blocks);
         if constexpr (kStaged) {
             finish_staged<Tile, Epilogue, Out>(sum, bias, alpha, maps.d, work, shared + Tile::FINISH_AT, self);
+        } else if constexpr (Tile::kFinish == kByRing) {
+            finish_by_ring<Tile>(sum, epilogue, work, params.shape.M, reinterpret_cast<float*>(shared), self);
         } else {
             float* slab = reinterpret_cast<float*>(shared + Tile::FINISH_AT);
             finish_by_slab<Tile>(sum, epilogue, work, params.shape.M, slab, self);
@@ -151,6 +198,25 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     }
     self.last_turn();
     if (kStaged && self.leads()) tma_store_wait_read();  // the block's memory ends with it
+}
+
+template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int GROUP, int TOKENS, int UNITS, int SLICES,
+          int STAGES, bool kBKMajor, int kActivation, int kFinish,
+          class Tile = WideTile<T, Scale, kFormat, kHasZeros, GROUP, TOKENS, UNITS, SLICES, STAGES, kBKMajor,
+                                kActivation == kSwiglu, kFinish, 1>>
+__global__ void __launch_bounds__(Tile::THREADS, 1)
+    gemm_w4_wide_sm90(const __grid_constant__ WideMaps maps, const __grid_constant__ W4Params params, int raster_rows) {
+    run_wide<Tile, Out, kActivation>(maps, params, raster_rows);
+}
+
+template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int GROUP, int TOKENS, int UNITS, int SLICES,
+          int STAGES, bool kBKMajor, int kActivation,
+          class Tile = WideTile<T, Scale, kFormat, kHasZeros, GROUP, TOKENS, UNITS, SLICES, STAGES, kBKMajor,
+                                kActivation == kSwiglu, kByRing, 2>>
+__global__ void __launch_bounds__(Tile::THREADS, 1) __cluster_dims__(2, 1, 1)
+    gemm_w4_wide_sm90_pairs(const __grid_constant__ WideMaps maps, const __grid_constant__ W4Params params,
+                            int raster_rows) {
+    run_wide<Tile, Out, kActivation>(maps, params, raster_rows);
 }
 
 }  // namespace rawops

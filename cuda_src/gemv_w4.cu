@@ -1,37 +1,38 @@
-// A few tokens, up to eight, times packed 4-bit weights, K contiguous: the weights come straight to the registers of the
-// lanes that dequantise them, at the speed at which the memory delivers them. With more tokens, which every block reads,
-// gemm_w4_sm90.cu is faster.
+// A few tokens, up to eight, times packed 4-bit weights, K contiguous: the weights come straight to the registers of
+// the lanes that dequantise them, at the speed at which the memory delivers them. With more tokens, which every block
+// reads, gemm_w4_sm90.cu is faster.
 //
-// A block has 32 columns, and SPLIT warps that take the groups of 128 along K in turn. What matters is that every SM has
-// enough loads on the way: many warps, of few registers each.
+// A block has 32 columns, and SPLIT warps that take the groups of 128 along K in turn. What matters is that every SM
+// has enough loads on the way: many warps, of few registers each.
 #include "common/launches.cuh"
 #include "common/w4_stream.cuh"
 
 namespace rawops {
 
-// 16 bytes that are read once: the L1 keeps nothing of them. A load of a warp takes pieces of 64 bytes of eight rows, and
-// other warps what lies beside: the L2 is to fetch 128 bytes for the first of them.
+// 16 bytes that are read once: the L1 keeps nothing of them. A load of a warp takes pieces of 64 bytes of eight rows,
+// and other warps what lies beside: the L2 is to fetch 128 bytes for the first of them.
 __device__ inline void load_once(uint32_t (&r)[4], const char* from) {
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "l"(from));
 }
 
-// A lane: where it finds what it multiplies next. Columns past the last one repeat those before.
+// A lane: where it finds what it multiplies next. Columns past the last one repeat those before. Where zero points are,
+// and the scales of float4, is found anew for each group: pointers that move on would take registers that are not
+// there.
 template <class Tile> class DirectLane {
 public:
-    __device__ DirectLane(const W4Params& params_, int n, int group, int lane) : params(params_) {
+    __device__ DirectLane(const W4Params& params_, int n_, int group, int lane)
+        : params(params_), n(min_of(n_, params_.shape.epilogue.cols - COLUMNS)) {
         const GemmShape& shape = params.shape;
         const int token = min_of(lane / 4, shape.M - 1), t = lane % 4;
-        n = min_of(n, shape.epilogue.cols - COLUMNS);
         weights = static_cast<const char*>(params.call.b) + n * shape.b.col + group * (Tile::GROUP / 2) + t * 16;
         tokens = static_cast<const T*>(params.call.a) + token * shape.a.row + group * Tile::GROUP + t * 32;
-        scale = static_cast<const Scale*>(params.groups.scale) + group * params.groups.scale_row + n;
-        zero = static_cast<const unsigned char*>(params.groups.zero) + group * params.groups.zero_row + n;
+        scale = scales_of(group);
     }
 
     // acc += scale * (tokens @ (q - zero)), a group.
-    __device__ void add_group(typename Tile::Accumulators& acc) const {
+    __device__ void add_group(typename Tile::Accumulators& acc, int group) {
         const int cols = params.shape.epilogue.cols;
         const char* column = weights;
         uint32_t words[4][4];
@@ -40,6 +41,8 @@ public:
             load_once(words[i], column);
             column += i % COLUMNS == COLUMNS - 1 ? (cols - COLUMNS + 1) * params.shape.b.col : params.shape.b.col;
         }
+        const auto* zero = static_cast<const unsigned char*>(params.groups.zero) + group * params.groups.zero_row + n;
+        if constexpr (!kScaleMoves) scale = scales_of(group);
         Vector<Scale, COLUMNS> scales[Tile::PARTS];
         Vector<unsigned char, COLUMNS> zeros[Tile::PARTS];
 #pragma unroll
@@ -68,19 +71,23 @@ public:
     __device__ void advance(int groups) {
         weights += groups * (Tile::GROUP / 2);
         tokens += groups * Tile::GROUP;
-        scale += groups * params.groups.scale_row;
-        zero += groups * params.groups.zero_row;
+        if constexpr (kScaleMoves) scale += groups * params.groups.scale_row;
     }
 
 private:
     using T = typename Tile::T;
     using Scale = typename Tile::Scale;
     static constexpr int COLUMNS = Tile::COLUMNS;
+    static constexpr bool kScaleMoves = Tile::kFormat != kFloat4;
     const W4Params& params;
     const char* weights;
     const T* tokens;
     const Scale* scale;
-    const unsigned char* zero;
+    int n;
+
+    __device__ const Scale* scales_of(int group) const {
+        return static_cast<const Scale*>(params.groups.scale) + group * params.groups.scale_row + n;
+    }
 
     // In this order: all of them early would take more registers than there are.
     static __device__ void load(uint32_t (&r)[4], const T* from) {
@@ -95,18 +102,19 @@ template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int SPLI
 __global__ void __launch_bounds__(SPLIT * kWarpSize, 32 / SPLIT) gemv_w4(const __grid_constant__ W4Params params) {
     using Epilogue = Epilogue<T, Out, kActivation>;
     using Tile = StreamTile<T, Scale, kFormat, kHasZeros, 8, Epilogue::kGated>;
-    __shared__ __align__(16) float shared[SPLIT * Tile::TOKENS * Tile::UNIT];
+    __shared__ __align__(16) float shared[SPLIT * Tile::TOKENS * (Tile::UNIT + StreamSums<Tile>::GAP)];
     start_next_launch();
     const StreamSums<Tile> sums{shared, SPLIT, 1};
     const int slice = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, rows = params.shape.M;
     DirectLane<Tile> self(params, blockIdx.x * Tile::COLS + sums.column(0, lane, 0), slice, lane);
+    fetch_parameters(params);
     await_launch_before();
     const float alpha = params.call.alpha.read();
     const int groups = alpha == 0 ? 0 : params.shape.K / Tile::GROUP;  // 0: a and b are not read
     typename Tile::Accumulators acc = {};
 #pragma unroll 1
     for (int group = slice; group < groups; group += SPLIT) {
-        self.add_group(acc);
+        self.add_group(acc, group);
         self.advance(SPLIT);
     }
     sums.leave(acc, slice, 0, lane, rows);

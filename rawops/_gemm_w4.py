@@ -137,7 +137,7 @@ W4 = KernelSpec(
 )
 W4_GEMV = _gemm_w4_gemv.spec_of(_PARAMS, _TYPES)
 W4_SM90 = _gemm_w4_sm90.spec_of(_PARAMS, _TYPES)
-W4_WIDE = _gemm_w4_wide.spec_of(_PARAMS, _TYPES, GROUPS)
+W4_WIDE, W4_WIDE_PAIRS = _gemm_w4_wide.specs_of(_PARAMS, _TYPES, GROUPS)
 
 # --- which tile -----------------------------------------------------------------------------------------------------
 
@@ -238,6 +238,10 @@ class WeightProduct(Product):
         cols = N // 2 if described[-1] == SWIGLU else N
         if _gemm_w4_gemv.takes(M, K, cols, N // cols, groups.size, b_k_major):
             return self._direct(described, further, shape)
+        # Copies of what belongs to up begin at its first column, on 16 bytes too.
+        moved = [*further.values()] if b_k_major else [operands["b"], *further.values()]
+        if cols < N and any(cols * x.itemsize % 16 for x in moved):
+            return None
         if _gemm_w4_sm90.takes(M, K, groups.size, b_k_major):
             return self._streamed(described, further, groups, shape)
         # Up to eight tokens the other kernel takes as long as for one, which is less than here.
@@ -276,8 +280,11 @@ class WeightProduct(Product):
         maps = _gemm_w4_wide.tensor_maps(device, operands, further, config, groups.size, (M, N, K))
 
         def launch(out_dtype: str, activation: int, shape: bytes) -> _OnHopper:
-            ends = {"out_dtype": out_dtype, "activation": activation, "staged": config.staged}
-            kernel = W4_WIDE.kernel(device, **choices, **ends)
+            ends = {"out_dtype": out_dtype, "activation": activation}
+            if config.cluster > 1:
+                kernel = W4_WIDE_PAIRS.kernel(device, **choices, **ends)
+            else:
+                kernel = W4_WIDE.kernel(device, **choices, **ends, finish=config.finish)
             return _OnHopper(kernel, (config.blocks, 1, 1), config, maps, shape, _tail(further))
 
         out_dtype, gate = out.dtype, N - cols

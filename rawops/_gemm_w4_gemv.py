@@ -27,8 +27,7 @@ def spec_of(params: ParamStruct, types: dict[str, tuple]) -> KernelSpec:
         ("float16", "float16", "float16", 2, False, 16, SWIGLU),
         ("bfloat16", "float32", "float32", 1, True, 32, SWIGLU),
     )
-    spills = {"sm_90a": 48}  # with zero points or float4, where 64 registers are a few too few
-    return specs.spec_of("gemv_w4.cu", "gemv_w4", choices, *smoke, params=params, spills=spills)
+    return specs.spec_of("gemv_w4.cu", "gemv_w4", choices, *smoke, params=params)
 
 
 def takes(M: int, K: int, cols: int, parts: int, group: int, b_k_major: bool | None) -> bool:

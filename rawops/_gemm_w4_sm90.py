@@ -23,6 +23,7 @@ _MAX_CONSUMERS = 17  # warps
 _BUSY = 10  # of them, which the memory waits for
 _MIN_STAGES, _MAX_STAGES = 3, 32
 _BARRIERS = 24  # bytes of a stage
+_GAP = 4  # columns between rows of sums
 _SHARED = 4  # units, for which a warp pairs the tokens
 _STAGE_BYTES = 16384  # of weights, at least, and no more than it takes: a block begins when its first stage is there
 _ROWS = 18  # of a box of tokens: two more than a lane reads, so that what eight lanes read lies in different banks
@@ -160,7 +161,7 @@ def _with_ring(
     sizes = groups * columns * GROUP // 2, groups * _ROWS * GROUP * 2, *(groups * columns * n for n in group_bytes)
     config = Config(slices, units, blocks, 0, groups, *sizes, parts)
     config = replace(config, stages=min(max_shared_bytes // (config.stage_bytes + _BARRIERS), _MAX_STAGES))
-    holds_sums = config.shared_bytes >= slices * columns * MOST_TOKENS * 4
+    holds_sums = config.shared_bytes >= slices * (columns + _GAP) * MOST_TOKENS * 4
     return config if config.stages >= _MIN_STAGES and holds_sums else None
 
 

@@ -10,22 +10,31 @@ from packed_weights import Weights, integers, same
 
 import rawops
 from rawops import _gemm_w4_wide
+from rawops._gemm_w4_wide import BY_RING, BY_SLAB
 from rawops.testing import references, tolerances
 
-KERNEL = "gemm_w4_wide_sm90"
+KERNEL, PAIRS = "gemm_w4_wide_sm90<", "gemm_w4_wide_sm90_pairs"
 LIMITS = 132, 227 * 1024
 
 
 @pytest.fixture
 def tile(monkeypatch):
-    """Fix the tile, the ring, the number of blocks and the slices of K."""
+    """Fix the tile, the ring, the number of blocks and the slices of K.
 
-    def fix(tile, blocks=2, split_k=1) -> None:
+    A few blocks take many tiles. Without their number each has one, whose sums go through the ring.
+    """
+
+    def fix(tile, blocks=2, split_k=1, cluster=1) -> None:
         stages = 3 if tile[2] == 1 else 2 * tile[2]
 
         def chosen(problem, *limits):
-            config = _gemm_w4_wide.configure(problem, *limits, tile, -(-problem.K // 128 // split_k))
-            return dataclasses.replace(config, stages=stages, blocks=blocks, raster_rows=1 if tile[0] == 16 else 8)
+            k_blocks = -(-problem.K // 128 // (split_k * cluster))
+            config = _gemm_w4_wide.configure(problem, *limits, tile, k_blocks, cluster)
+            if blocks is None:
+                return config
+            finish = BY_SLAB if config.finish == BY_RING else config.finish
+            rows = 1 if tile[0] == 16 else 8
+            return dataclasses.replace(config, stages=stages, blocks=blocks, raster_rows=rows, finish=finish)
 
         monkeypatch.setattr(_gemm_w4_wide, "select_config", chosen)
 
@@ -40,6 +49,18 @@ def check(hopper, rng, size, b_dtype, group, *, dtype="float16", last=KERNEL, **
     weights.gemm(hopper.put(a), out=out)
     assert ran_on_hopper(hopper, last)
     same(hopper, out, a.astype(float) @ weights.values)
+
+
+def check_epilogue(hopper, rng, last):
+    M, N, K = 50, 160, 512
+    weights = Weights(hopper, rng, K, N, 128, "uint4", zeros=True)
+    a, c, bias = integers(rng, (M, K)), integers(rng, (M, N)), integers(rng, (N,), "float32")
+    keywords = {"alpha": 0.5, "beta": 2.0, "bias": bias, "activation": "swiglu"}
+    given = {**keywords, "bias": hopper.put(bias)}
+    got = weights.gemm(hopper.put(a), hopper.put(c), residual=hopper.put(c[:, : N // 2].copy()), **given)
+    assert ran_on_hopper(hopper, last)
+    want = references.gemm(a, weights.values, c, residual=c[:, : N // 2], **keywords)
+    tolerances.assert_close(hopper.get(got), want, "float16", k=K)
 
 
 @pytest.mark.parametrize("k_major", [True, False])
@@ -61,6 +82,37 @@ def test_tiles(hopper, rng, tile, shape):
     check(hopper, rng, size, "uint4", 32, zeros=True, k_major=slices != 2, scale_dtype="float32")
 
 
+@pytest.mark.parametrize("shape, cluster", [((16, 1, 4), 1), ((16, 1, 4), 2), ((64, 2, 2), 2), ((48, 2, 1), 2)])
+def test_blocks_of_one_tile(hopper, rng, tile, shape, cluster):
+    """Alone, or two for a tile, which share K: evenly, so that the second has less, or nothing. A part of a tile."""
+    tokens, units, _ = shape
+    for K in (1024, 640, 128):
+        tile(shape, blocks=None, cluster=cluster)
+        last = PAIRS if cluster > 1 else KERNEL
+        check(hopper, rng, (tokens + 9, units * 64 + 16, K), "int4", 128, k_major=units > 1, last=last)
+
+
+@pytest.mark.parametrize("shape", [(64, 1, 4), (48, 2, 1)])
+def test_any_order_of_completion(rng, tile, shape):
+    """Two blocks a tile, copies that land late, early or with the warps in another order: the same bits."""
+    tile(shape, blocks=None, cluster=2)
+    a, scale = rng.standard_normal((40, 1280)).astype(np.float16), np.ones((10, 144), np.float16)
+    b = np.ascontiguousarray(rng.integers(0, 256, (144, 640), np.uint8)).T
+    results = []
+    for completion in ("late", "early", "random"):
+        with rawops.emulate(arch="sm_90a", completion=completion) as emu:
+            results.append(rawops.gemm(a, b, scale_b=scale, b_dtype="int4", out_dtype="float32"))
+        assert PAIRS in emu.report[0].kernel
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0].view(np.uint32), other.view(np.uint32))
+
+
+@pytest.mark.parametrize("shape, cluster", [((64, 2, 2), 2), ((16, 4, 1), 1)])
+def test_epilogue_of_one_tile(hopper, rng, tile, shape, cluster):
+    tile(shape, blocks=None, cluster=cluster)
+    check_epilogue(hopper, rng, PAIRS if cluster > 1 else KERNEL)
+
+
 @pytest.mark.parametrize("shape", [(32, 4, 1), (48, 2, 1), (16, 1, 4)])
 @pytest.mark.parametrize("group", [64, 128])
 def test_groups(hopper, rng, tile, shape, group):
@@ -76,15 +128,7 @@ def test_slices_of_k(hopper, rng, tile):
 @pytest.mark.parametrize("shape, split_k", [((48, 2, 1), 1), ((48, 2, 1), 2), ((32, 4, 1), 1), ((64, 2, 2), 1)])
 def test_epilogue(hopper, rng, tile, shape, split_k):
     tile(shape, split_k=split_k)
-    M, N, K = 50, 160, 512
-    weights = Weights(hopper, rng, K, N, 128, "uint4", zeros=True)
-    a, c, bias = integers(rng, (M, K)), integers(rng, (M, N)), integers(rng, (N,), "float32")
-    keywords = {"alpha": 0.5, "beta": 2.0, "bias": bias, "activation": "swiglu"}
-    given = {**keywords, "bias": hopper.put(bias)}
-    got = weights.gemm(hopper.put(a), hopper.put(c), residual=hopper.put(c[:, : N // 2].copy()), **given)
-    assert ran_on_hopper(hopper, KERNEL if split_k == 1 else "gemm_reduce")
-    want = references.gemm(a, weights.values, c, residual=c[:, : N // 2], **keywords)
-    tolerances.assert_close(hopper.get(got), want, "float16", k=K)
+    check_epilogue(hopper, rng, KERNEL if split_k == 1 else "gemm_reduce")
 
 
 @pytest.mark.parametrize("shape", [(48, 2, 1), (32, 4, 1)])
@@ -174,7 +218,11 @@ def test_configurations():
         assert config.units % config.parts == 0
         assert config.stages % config.slices == 0 < config.stages - config.slices
         assert config.shared_bytes <= LIMITS[1]
-        assert (config.split_k - 1) * config.k_per_split < problem.K <= config.split_k * config.k_per_split
+        slices = config.split_k * config.cluster
+        assert problem.K <= slices * config.k_per_split < problem.K + slices * 128
+        if config.finish == BY_RING:
+            sums = config.slices * config.tokens * (config.units * 64 + 4) * 4
+            assert sums <= config.stages * config.stage_bytes
 
 
 def test_a_plan(hopper, rng):
@@ -183,3 +231,16 @@ def test_a_plan(hopper, rng):
     for _ in range(2):
         a = integers(rng, (20, 512))
         same(hopper, plan(hopper.put(a), weights.b), a.astype(float) @ weights.values)
+
+
+@pytest.mark.parametrize(
+    "M, cols, zeros, k_major", [(20, 40, True, True), (12, 40, True, True), (20, 24, False, False)]
+)
+def test_copies_of_up_begin_on_16_bytes(hopper, rng, M, cols, zeros, k_major):
+    """Where they cannot, the kernel without TMA takes the product."""
+    weights = Weights(hopper, rng, 256, 2 * cols, 128, "uint4", zeros=zeros, k_major=k_major)
+    a = integers(rng, (M, 256))
+    got = weights.gemm(hopper.put(a), activation="swiglu")
+    assert ran_on_hopper(hopper, "gemm_w4<")
+    want = references.gemm(a, weights.values, activation="swiglu")
+    tolerances.assert_close(hopper.get(got), want, "float16", k=256)

@@ -34,8 +34,8 @@ template <class To, class From> __device__ inline To bits_as(From x) {
     return *reinterpret_cast<To*>(&x);
 }
 
-// A code in each half of a word as two T, exact for every format. The code is in the lowest bits of its half, of kFloat4
-// in the highest; the others may be anything.
+// A code in each half of a word as two T, exact for every format. The code is in the lowest bits of its half, of
+// kFloat4 in the highest; the others may be anything.
 template <class T, int kFormat> __device__ inline uint32_t convert_codes(uint32_t codes) {
     using Pair = typename Half<T>::Pair;
     if constexpr (kFormat == kFloat4) {  // sign, exponent and mantissa to their places, the exponent off by a bias

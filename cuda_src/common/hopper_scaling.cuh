@@ -6,8 +6,8 @@
 
 namespace rawops {
 
-// sum = a @ b over the next k_blocks stages, each of which the tensor cores add up in their own 14 bits or so. `adder` is
-// told of each stage, adds what has been multiplied to the sums, and lets the stage go. The other consumer keeps the
+// sum = a @ b over the next k_blocks stages, each of which the tensor cores add up in their own 14 bits or so. `adder`
+// is told of each stage, adds what has been multiplied to the sums, and lets the stage go. The other consumer keeps the
 // tensor cores busy meanwhile.
 template <class Tile, class Adder>
 __device__ inline void multiply_promoted(typename Tile::Accumulators& sum, RingPosition<Tile::STAGES>& slot,
@@ -159,8 +159,8 @@ template <class Tile, bool kEveryColumn> struct ScaleLoader {
     }
 };
 
-// Adds what has been multiplied with its scales. The tile begins START columns behind the beginning of its first block of
-// 128, as far as that matters: what selects between blocks takes as long as what it selects for.
+// Adds what has been multiplied with its scales. The tile begins START columns behind the beginning of its first block
+// of 128, as far as that matters: what selects between blocks takes as long as what it selects for.
 template <class Tile, bool kEveryColumn, int START> class ScaledAdder {
 public:
     static constexpr bool kReadsStage = kEveryColumn;  // until everything has been added
@@ -234,8 +234,8 @@ private:
         }
     }
 
-    // Gate and up lie in two blocks each at most, of which the second begins anywhere: to_second columns after this lane's
-    // first one.
+    // Gate and up lie in two blocks each at most, of which the second begins anywhere: to_second columns after this
+    // lane's first one.
     __device__ void add_selected(Sums& sum, const Sums& part) const {
 #pragma unroll
         for (int i = 0; i < Tile::BLOCK_N / 2; ++i) {
@@ -285,9 +285,9 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
     static constexpr __device__ int stage_bytes(int block_m, int block_n) {
         return kStaged ? (block_m + (kPromotion == kColumnScaled ? block_n : 4)) * 4 : 0;
     }
-    // The arrivals of 32 lanes take as long as all that a consumer reads of the scales of blocks. So one lane arrives for
-    // all, a stage later, when their copies are there. Where every column has a scale, they let a stage go too late for
-    // that.
+    // The arrivals of 32 lanes take as long as all that a consumer reads of the scales of blocks. So one lane arrives
+    // for all, a stage later, when their copies are there. Where every column has a scale, they let a stage go too late
+    // for that.
     template <class Tile>
     static __device__ void load(const ScaledParams& params, const Schedule<Tile>& schedule,
                                 const Exchange<Tile>& exchange) {

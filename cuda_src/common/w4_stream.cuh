@@ -1,8 +1,8 @@
 // A few tokens times packed 4-bit weights, K contiguous, a scale for each 128: what the kernels that stream the weights
 // do with them in registers, and how the sums of a block become D.
 //
-// A lane has 32 neighbours along K of four columns, and the same 32 of its tokens. The order of K in a product is free as
-// long as both operands share it, so that this makes its fragments of the MMA without an exchange.
+// A lane has 32 neighbours along K of four columns, and the same 32 of its tokens. The order of K in a product is free
+// as long as both operands share it, so that this makes its fragments of the MMA without an exchange.
 #pragma once
 #include "dequant.cuh"
 #include "w4_problem.cuh"
@@ -13,6 +13,7 @@ template <class T_, class Scale_, int kFormat_, bool kHasZeros_, int TOKENS_, bo
     using T = T_;
     using Scale = Scale_;
     using Weights = SmallWeights<T, kFormat_>;
+    static constexpr int kFormat = kFormat_;
     using Offsets = typename Weights::Offsets[4];  // of a lane's columns
     static constexpr int TOKENS = TOKENS_, ATOMS = TOKENS / 8;
     static constexpr bool kHasZeros = kHasZeros_, kGated = kGated_;
@@ -62,32 +63,39 @@ __device__ inline void add_scaled(typename Tile::Accumulators& acc, const typena
     }
 }
 
-// The sums of a block: for each slice of K, TOKENS rows of the columns of all units. The gates of all units come before
-// all of up.
+// The sums of a block: for each slice of K, TOKENS rows of the columns of all units, and a few floats between rows, so
+// that lanes write to different banks. The gates of all units come before all of up.
 template <class Tile> struct StreamSums {
+    static constexpr int GAP = 4;
     float* sums;
     int slices, units;
 
     // The number of a lane's i-th column.
     __device__ int column(int unit, int lane, int i) const {
-        return unit * Tile::COLS + lane / 4 * Tile::COLUMNS + i % Tile::COLUMNS + i / Tile::COLUMNS * units * Tile::COLS;
+        const int part = i / Tile::COLUMNS;
+        return (part * units + unit) * Tile::COLS + lane / 4 * Tile::COLUMNS + i % Tile::COLUMNS;
     }
 
     __device__ void leave(const typename Tile::Accumulators& acc, int slice, int unit, int lane, int rows) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int j = 0; j < Tile::ATOMS * 2; ++j) {
+            const int token = j / 2 * 8 + lane % 4 * 2 + j % 2;
+            if (token >= rows) continue;
 #pragma unroll
-            for (int j = 0; j < Tile::ATOMS * 2; ++j) {
-                const int token = j / 2 * 8 + lane % 4 * 2 + j % 2;
-                if (token >= rows) continue;
-                *place(slice, token, column(unit, lane, i)) =
-                    acc[i / 2][j / 2][i % 2 * 2 + j % 2] * Tile::Weights::kFactor;
+            for (int first = 0; first < 4; first += Tile::COLUMNS) {
+                Vector<float, Tile::COLUMNS> values;
+#pragma unroll
+                for (int i = first; i < first + Tile::COLUMNS; ++i) {
+                    values.data[i - first] = acc[i / 2][j / 2][i % 2 * 2 + j % 2] * Tile::Weights::kFactor;
+                }
+                *reinterpret_cast<decltype(values)*>(place(slice, token, column(unit, lane, first))) = values;
             }
         }
     }
 
     // By `threads` threads, after a barrier.
-    template <class Epilogue> __device__ void finish(const Epilogue& epilogue, int rows, int thread, int threads) const {
+    template <class Epilogue>
+    __device__ void finish(const Epilogue& epilogue, int rows, int thread, int threads) const {
         const int cols = units * Tile::COLS, n = blockIdx.x * cols;
 #pragma unroll 1
         for (int piece = thread; piece < rows * (cols / 4); piece += threads) {
@@ -100,13 +108,13 @@ template <class Tile> struct StreamSums {
 
 private:
     __device__ float* place(int slice, int token, int column) const {
-        return sums + ((slice * Tile::TOKENS + token) * units * Tile::UNIT + column);
+        return sums + (slice * Tile::TOKENS + token) * (units * Tile::UNIT + GAP) + column;
     }
 
     // Of four neighbouring columns.
     __device__ Vector<float, 4> total(int token, int column) const {
         Vector<float, 4> total = {};
-#pragma unroll 1
+#pragma unroll 4
         for (int slice = 0; slice < slices; ++slice) {
             const auto part = *reinterpret_cast<const Vector<float, 4>*>(place(slice, token, column));
 #pragma unroll

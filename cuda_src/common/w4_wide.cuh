@@ -11,13 +11,21 @@ struct WideMaps {
     TensorMap tokens, weights, d, scale, zero;
 };
 
+// How the sums of a tile become D. The numbers are those of _gemm_w4_wide.py.
+enum WideFinish : int {
+    kBySlab,  // any epilogue
+    kByBox,   // alpha, bias, activation; through TMA
+    kByRing,  // any epilogue, in blocks of one tile
+};
+
 template <class T_, class Scale_, int kFormat_, bool kHasZeros_, int GROUP_, int TOKENS_, int UNITS_, int SLICES_,
-          int STAGES_, bool kKMajor_, bool kGated_, bool kStaged_>
+          int STAGES_, bool kKMajor_, bool kGated_, int kFinish_, int CLUSTER_>
 struct WideTile {
     using T = T_;
     using Scale = Scale_;
     using Weights = SmallWeights<T, kFormat_>;
-    static constexpr bool kHasZeros = kHasZeros_, kKMajor = kKMajor_, kGated = kGated_, kStaged = kStaged_;
+    static constexpr bool kHasZeros = kHasZeros_, kKMajor = kKMajor_, kGated = kGated_;
+    static constexpr int kFinish = kFinish_, CLUSTER = CLUSTER_;
     static constexpr int GROUP = GROUP_, TOKENS = TOKENS_, UNITS = UNITS_, SLICES = SLICES_, STAGES = STAGES_;
     static constexpr int CONSUMERS = UNITS * SLICES, THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     static constexpr int UNIT = 64, PARTS = kGated ? 2 : 1, COLS = UNITS * UNIT / PARTS;  // of b, of D
@@ -42,19 +50,23 @@ struct WideTile {
     static constexpr int STAGE_BYTES = ceil_div(END, 1024) * 1024;
     static constexpr int COPIED = SCALES_AT + PARTS * (SCALE_BOX + (kHasZeros ? ZERO_BOX : 0));
 
-    // Behind the ring: a box of D for each unit, or sums of CHUNK tokens on their way to it, in rows so long that a store's
-    // lanes meet all banks.
+    // Behind the ring: a box of D for each unit, or sums of CHUNK tokens on their way to it, in rows so long that a
+    // store's lanes meet all banks. A block of one tile has the ring for the sums of all.
     static constexpr int BOX = TOKENS * UNIT * 2, CHUNK = 16, SLAB_ROW = UNITS * UNIT + 4;
-    static constexpr int FINISH_AT = STAGES * STAGE_BYTES;
-    static constexpr int BARRIERS_AT = FINISH_AT + (kStaged ? UNITS * BOX : CHUNK * SLAB_ROW * 4);
+    static constexpr int FINISH_AT = kFinish == kByRing ? 0 : STAGES * STAGE_BYTES;
+    static constexpr int FINISH_BYTES = kFinish == kByBox ? UNITS * BOX : kFinish == kBySlab ? CHUNK * SLAB_ROW * 4 : 0;
+    static constexpr int BARRIERS_AT = STAGES * STAGE_BYTES + FINISH_BYTES;
     static_assert(TOKENS % 16 == 0 && CONSUMERS * TOKENS <= 256, "sum and part of it fit in the registers");
     static_assert(UNITS % PARTS == 0, "units of gate and of up");
-    static_assert(!kStaged || (PARTS == 1 && SLICES == 1), "a consumer alone knows what a box holds");
+    static_assert(kFinish != kByBox || (PARTS == 1 && SLICES == 1), "a consumer alone knows what a box holds");
+    static_assert(kFinish != kByRing || SLICES * TOKENS * SLAB_ROW * 4 <= STAGES * STAGE_BYTES,
+                  "the ring holds the sums");
+    static_assert(CLUSTER == 1 || kFinish == kByRing, "a block of a cluster has one tile");
     // A consumer that has seen one phase of a stage waits for no other than the next, before it lets go of the last.
     static_assert(STAGES % SLICES == 0 && STAGES > SLICES, "a stage is always the same slice's");
 };
 
-// What a block works on: a tile and a slice of K.
+// What a block works on: a tile and a slice of K. The blocks of a cluster have one tile, of which each takes a slice.
 struct WideWork {
     int m, n, slice, first_block, blocks;
 };
@@ -64,18 +76,19 @@ public:
     int first, count, step;
 
     __device__ WideSchedule(const GemmShape& shape_, int raster_rows_, bool reads)
-        : first(blockIdx.x), step(gridDim.x), shape(shape_), raster_rows(raster_rows_) {
+        : first(blockIdx.x / Tile::CLUSTER), step(gridDim.x / Tile::CLUSTER), shape(shape_), raster_rows(raster_rows_) {
         tiles_m = ceil_div(shape.M, Tile::TOKENS);
         tiles_n = ceil_div(shape.epilogue.cols, Tile::COLS);
         const int k_blocks = ceil_div(shape.K, Tile::BLOCK_K);
         per_slice = ceil_div(shape.k_per_split, Tile::BLOCK_K);
-        count = tiles_m * tiles_n * ceil_div(k_blocks, per_slice);
+        count = tiles_m * tiles_n * (Tile::CLUSTER > 1 ? 1 : ceil_div(k_blocks, per_slice));
         blocks = reads ? k_blocks : 0;
     }
 
     __device__ WideWork at(int index) const {
-        const int tiles = tiles_m * tiles_n, slice = index / tiles, begin = slice * per_slice;
-        const TileIndex tile = grouped_raster(index - slice * tiles, tiles_m, tiles_n, raster_rows);
+        const int tiles = tiles_m * tiles_n, slice = Tile::CLUSTER > 1 ? cluster_rank() : index / tiles;
+        const int begin = slice * per_slice, number = Tile::CLUSTER > 1 ? index : index - slice * tiles;
+        const TileIndex tile = grouped_raster(number, tiles_m, tiles_n, raster_rows);
         return {tile.m * Tile::TOKENS, tile.n * Tile::COLS, slice, begin, clamp(blocks - begin, 0, per_slice)};
     }
 
