@@ -177,11 +177,12 @@ def select_config(problem: Problem, sm_count: int, num_splits: int | None = None
             block_n += 16
     consumers = 3 if wide <= (64 if itemsize == 2 else 128) and is_plain else 2
     section = section_of(problem.seqlen_k, (d + dv) * itemsize // 2) * problem.group
-    if problem.seqlen_k <= _SHORT and not problem.is_masked:
+    if problem.seqlen_k <= _SHORT:
         # A first tile that reads all of its head's keys from memory takes longer than one that finds them in the L2
-        # or on their way there: all tiles of a head at a time.
+        # or on their way there: all tiles of a head at a time, or, longest first, those of a KV head for two SMs.
         heads = -(-sm_count // max(1, -(-problem.seqlen_q // (consumers * _ROWS))))
-        section = min(section, -(-heads // problem.group) * problem.group)
+        heads = -(-heads // problem.group) if not problem.is_masked else max(1, sm_count // 2)
+        section = min(section, heads * problem.group)
     stages = 3 if wide == 64 or consumers == 3 else 2
     config = Config(consumers, block_n, stages, wide < 256, section, d, dv, itemsize=itemsize)
     if num_splits is None:

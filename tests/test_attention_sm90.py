@@ -349,11 +349,12 @@ def test_heads_of_a_section_fit_the_l2():
 
 
 def test_few_keys_have_all_tiles_of_a_head_at_a_time():
-    """As many heads as give every SM a tile, in whole groups; under a mask the longest tiles come first instead."""
+    """As many heads as give every SM a tile, in whole groups; under a mask a KV head for two SMs."""
     problem = Problem("bfloat16", 8, 512, 512, 32, 32, 128, 128)
     assert sm90.select_config(problem, 132).section == 33
     assert sm90.select_config(dataclasses.replace(problem, kv_heads=8), 132).section == 36
-    assert sm90.select_config(dataclasses.replace(problem, window_right=0), 132).section == 128
+    assert sm90.select_config(dataclasses.replace(problem, window_right=0), 132).section == 66
+    assert sm90.select_config(dataclasses.replace(problem, kv_heads=8, window_right=0), 132).section == 264
 
 
 def test_long_rows_take_wide_blocks_of_keys():
