@@ -217,8 +217,8 @@ __device__ inline Count length_at(const Count* list, int64_t count, int64_t plac
     return value;
 }
 
-// The last block: what all of them have found, and zeros for the next launch. results: fields up to kListed, then the
-// lengths of the rows at 95 and 99 % of the sorted ones.
+// The last block: what all of them have found, and zeros for the next launch. results: the fields, the lengths of the
+// rows at 95 and 99 % of the sorted ones, and how many rows are longer than 32, 64, 128, 256 and 512.
 __device__ inline void summarise(int64_t rows, int listed, Measured& found, Count* __restrict__ totals,
                                  Count* __restrict__ results) {
     constexpr int BINS = kLengths / kMeasureThreads;
@@ -231,6 +231,8 @@ __device__ inline void summarise(int64_t rows, int listed, Measured& found, Coun
 #pragma unroll
     for (int i = 0; i < BINS; ++i) sum += own[i] = load_shared_by_all(bins + i), bins[i] = 0;
     int64_t before = int64_t(sum_before(Word(sum), warp_sums));  // its barrier is the one for the fields
+    const int power = __ffs(threadIdx.x) - 4;  // of a thread whose first bin is 32 << power
+    if (power >= 0 && threadIdx.x == 8 << power) results[kFields + 2 + power] = rows - before - own[0];
     int64_t places[2];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
@@ -254,9 +256,9 @@ __device__ inline void summarise(int64_t rows, int listed, Measured& found, Coun
     }
     __syncthreads();
     if (threadIdx.x < kFields) totals[threadIdx.x] = 0;
-    if (threadIdx.x < kListed) results[threadIdx.x] = found.fields[threadIdx.x];
-    if (threadIdx.x < 2) results[kListed + threadIdx.x] = lengths[threadIdx.x];
     if (threadIdx.x == 0) totals[kFields + kLengths] = 0;
+    if (threadIdx.x < kFields) results[threadIdx.x] = found.fields[threadIdx.x];
+    if (threadIdx.x < 2) results[kFields + threadIdx.x] = lengths[threadIdx.x];
 }
 
 // The first `row_blocks` blocks look at the rows, the others at the indices; the last to finish sums up. totals (kFields,

@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(256) pack_bounds(const int* __restrict__ indic
 constexpr int kWindow = 1024;      // rows that are sorted together
 constexpr int kWindowWarps = kWindow / kWarpSize;
 constexpr int kWindowsAtOnce = 2;  // of a block of threads, where they are not sorted
+constexpr int kPiece = 512;        // entries of a long row that a warp adds up
 constexpr int kDepthBits = 31;     // of a word of two sums: depths, in 32 entries, and the number of pieces above them
 
 __device__ inline Word depth_of(Word sum) { return sum & ((Word(1) << kDepthBits) - 1); }
@@ -86,18 +87,19 @@ __device__ inline Word add_warps(Word sum, Word* sums) {
 
 // Where the slices of windows of rows are, and their rows, longest first (kSorted), or which of their rows there are. A
 // row of more than `longest` entries is in no slice but in pieces, behind the slices of its block of threads. For those,
-// where given: piece_ends (blocks, rows), how many pieces there are up to each row, and piece_starts, where a row's begin.
+// where given: piece_ends (blocks, rows), how many pieces there are up to each row, and piece_stops, where a row's end.
 // totals (blocks): what there is up to each block of columns, as a word of two sums. words and turns start as 0.
 // Row r of block b has the entries bounds[b * stride + r] to bounds[(b + 1) * stride + r].
 template <class P, bool kSorted, bool kCuts>
-__global__ void __launch_bounds__(kWindow, kCuts ? 1 : 2)
-    pack_windows(const P* __restrict__ bounds, int64_t stride, int rows, int groups, int longest, int lanes, int piece,
+__global__ void __launch_bounds__(kWindow, 2)
+    pack_windows(const P* __restrict__ bounds, int64_t stride, unsigned int rows, int groups, int longest, int lanes,
                  Place* __restrict__ places, int* __restrict__ slots, int* __restrict__ piece_ends,
-                 int* __restrict__ piece_starts, Word* __restrict__ totals, Word* __restrict__ words,
+                 int* __restrict__ piece_stops, Word* __restrict__ totals, Word* __restrict__ words,
                  Word* __restrict__ turns) {
-    constexpr int COUNT = kSorted ? 1 : kWindowsAtOnce;
+    constexpr int COUNT = kSorted || kCuts ? 1 : kWindowsAtOnce;
     __shared__ uint32_t keys[kSorted ? 2 * kWindow : 1];
     __shared__ Word slice_sums[COUNT][kWindowWarps], piece_sums[kCuts ? COUNT : 1][kWindowWarps];
+    __shared__ Word pieces[kCuts ? kWindow : 1];  // up to each row, from its warp's first on
     __shared__ int turn;
     if (threadIdx.x == 0) turn = take_turn(turns);
     __syncthreads();
@@ -106,19 +108,18 @@ __global__ void __launch_bounds__(kWindow, kCuts ? 1 : 2)
     const int rows_per_slice = kWarpSize / lanes, slice_lane = place % rows_per_slice;
     int length[COUNT], depth[COUNT], sorted_row = 0;
     int slices_before[COUNT];
-    Word pieces[COUNT], pieces_before[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        const int64_t row = int64_t(first_window + i) * kWindow + place;
-        length[i] = -1, pieces[i] = 0;  // not there, or long
+        const unsigned int row = (first_window + i) * unsigned(kWindow) + place;
+        length[i] = -1;  // not there, or long
+        if constexpr (kCuts) pieces[place] = 0;
         if (row >= rows) continue;
         const int64_t found = bounds[(block + 1) * stride + row] - bounds[block * stride + row];
         if (found <= longest) {
             length[i] = int(found);
         } else if constexpr (kCuts) {
-            const int64_t whole = found / piece, rest = found % piece;
-            const int64_t depth = whole * (piece / kWarpSize) + (rest + kWarpSize - 1) / kWarpSize;
-            pieces[i] = Word(whole + (rest > 0)) << kDepthBits | Word(depth);
+            const uint64_t count = uint64_t(found + kPiece - 1) / kPiece;
+            pieces[place] = Word(count) << kDepthBits | Word(found + kWarpSize - 1) / kWarpSize;
         }
     }
     if constexpr (kSorted) {
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kWindow, kCuts ? 1 : 2)
             depth[i] = max_of(depth[i], __shfl_xor_sync(~0u, depth[i], mask));
         }
         slices_before[i] = sum_of_lanes_before(slice_lane == 0 ? depth[i] : 0, slice_sums[i]);
-        if constexpr (kCuts) pieces_before[i] = sum_of_lanes_before(pieces[i], piece_sums[i]);
+        if constexpr (kCuts) pieces[place] += sum_of_lanes_before(pieces[place], piece_sums[i]);
     }
     __syncthreads();
     if (warp == 0) {
@@ -152,18 +153,19 @@ __global__ void __launch_bounds__(kWindow, kCuts ? 1 : 2)
         }
     }
     __syncthreads();
-    const int64_t slices = (rows + rows_per_slice - 1) / rows_per_slice;
+    const int lane_bits = __ffs(rows_per_slice) - 1;
+    const unsigned int slices = (rows - 1 >> lane_bits) + 1;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        const int64_t row = int64_t(first_window + i) * kWindow + place, slice = row / rows_per_slice;
-        const unsigned present = __ballot_sync(~0u, kCuts ? length[i] >= 0 : row < rows);
+        const unsigned int row = (first_window + i) * unsigned(kWindow) + place, slice = row >> lane_bits;
+        const unsigned present = __ballot_sync(~0u, length[i] >= 0);
         if (slice >= slices) continue;
         if (kCuts && row < rows) {
-            const Word sum = piece_sums[i][warp] + pieces_before[i];
-            piece_ends[block * int64_t(rows) + row] = int((sum + pieces[i]) >> kDepthBits);
-            piece_starts[block * int64_t(rows) + row] = int(depth_of(sum));
+            const Word sum = piece_sums[i][warp] + pieces[place];
+            const int64_t at = int64_t(block) * rows + row;
+            piece_ends[at] = int(sum >> kDepthBits), piece_stops[at] = int(depth_of(sum));
         }
-        const int64_t index = block * slices + slice;
+        const int64_t index = int64_t(block) * slices + slice;
         if (slice_lane == 0) places[index] = {int(depth_of(slice_sums[i][warp] + slices_before[i])), depth[i]};
         if constexpr (kSorted) {
             slots[index * rows_per_slice + slice_lane] = length[i] < 0 ? -1 : sorted_row;
@@ -173,28 +175,6 @@ __global__ void __launch_bounds__(kWindow, kCuts ? 1 : 2)
     }
 }
 
-// Cuts long rows. piece_ends, piece_starts (blocks * rows): as pack_windows leaves them.
-template <class P>
-__global__ void __launch_bounds__(256)
-    pack_pieces(const P* __restrict__ bounds, int64_t stride, int rows, int blocks, int piece, int count,
-                const int* __restrict__ piece_ends, const int* __restrict__ piece_starts, Piece* __restrict__ pieces) {
-    const int number = blockIdx.x * 256 + threadIdx.x;
-    if (number >= count) return;
-    int64_t low = 0, high = int64_t(blocks) * rows;
-    while (low < high) {
-        const int64_t middle = low + (high - low) / 2;
-        if (piece_ends[middle] <= number) low = middle + 1;
-        else high = middle;
-    }
-    const int block = int(low / rows), row = int(low % rows);
-    const int first = low > 0 ? piece_ends[low - 1] : 0;
-    const int64_t length = bounds[(block + 1) * stride + row] - bounds[block * stride + row];
-    const int64_t left = length - int64_t(number - first) * piece;
-    const int depth = int(((left < piece ? left : piece) + kWarpSize - 1) / kWarpSize);
-    const int start = piece_starts[low] + (number - first) * (piece / kWarpSize);
-    pieces[number] = {int(low), first, piece_ends[low] - first, block, {start, depth}};
-}
-
 struct PackFill {
     const void* data;
     const int* indices;
@@ -202,12 +182,14 @@ struct PackFill {
     int64_t stride, nnz;
     const Place* places;  // of slices
     const int* slots;     // as pack_windows leaves them
-    const Piece* pieces;
+    const int* piece_ends;  // which also says how many pieces there are; null where `pieces` are known
+    const int* piece_stops;
+    Piece* pieces;
     void* packed;
     void* columns;
     int* bases;
-    int* failed;          // where given, becomes 1 where 16 bits are too few
-    int rows, slices_per_block, slices, piece_count, width, lanes, piece;
+    int64_t* failed;      // where given, becomes 1 where 16 bits are too few
+    int rows, slices_per_block, slices, piece_count, width, lanes;
 };
 
 constexpr int kQuad = 4;
@@ -273,6 +255,34 @@ template <class V> struct LaneReader {
     }
 };
 
+// The first place of a number above `wanted`, which the last one is. A warp calls it, and looks at 32 places at a time.
+__device__ inline int64_t first_above(const int* __restrict__ numbers, int64_t count, int wanted) {
+    int64_t low = 0, step;
+    do {
+        step = (count + kWarpSize - 1) / kWarpSize;
+        const int64_t at = (threadIdx.x % kWarpSize + 1) * step - 1;
+        const int passed = __popc(__ballot_sync(~0u, at < count && numbers[low + at] <= wanted));
+        low += passed * step, count -= passed * step;
+        if (count > step) count = step;
+    } while (step > 1);
+    return low;
+}
+
+// Cuts piece `number` off its long row; one of no entries where there are fewer.
+template <class P>
+__device__ inline Piece find_piece(const PackFill& fill, const P* __restrict__ bounds, int number) {
+    const int* const ends = fill.piece_ends;
+    const int64_t count = int64_t(fill.slices / fill.slices_per_block) * fill.rows;
+    if (number >= ends[count - 1]) return {};
+    const int64_t place = first_above(ends, count, number);
+    const int block = int(place / fill.rows), row = int(place % fill.rows), first = place > 0 ? ends[place - 1] : 0;
+    const int64_t length = bounds[(block + 1) * fill.stride + row] - bounds[block * fill.stride + row];
+    const int64_t left = length - int64_t(number - first) * kPiece;
+    const int depth = int(((left < kPiece ? left : kPiece) + kWarpSize - 1) / kWarpSize);
+    const int start = fill.piece_stops[place] - int((left + kWarpSize - 1) / kWarpSize);
+    return {int(place), first, ends[place] - first, block, {start, depth}};
+}
+
 // A warp for each slice or piece. C: uint16_t or int; kBased: columns count from the lowest of 32.
 template <class V, class P, class C, bool kSorted, bool kBased>
 __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFill fill) {
@@ -285,11 +295,14 @@ __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFil
     int first_column = 0;
     Place place;
     if (number >= fill.slices) {
-        const Piece piece = fill.pieces[number - fill.slices];
+        const int own = number - fill.slices;
+        const Piece piece = fill.piece_ends == nullptr ? fill.pieces[own] : find_piece(fill, bounds, own);
+        if (piece.count == 0) return;
+        if (fill.piece_ends != nullptr && lane == 0) fill.pieces[own] = piece;
         const int64_t at = piece.block * fill.stride + piece.row % fill.rows;
-        entry = bounds[at] + int64_t(number - fill.slices - piece.first) * fill.piece;
+        entry = bounds[at] + int64_t(own - piece.first) * kPiece;
         stop = bounds[at + fill.stride];
-        if (entry + fill.piece < stop) stop = entry + fill.piece;
+        if (entry + kPiece < stop) stop = entry + kPiece;
         entry += lane, step = kWarpSize, first_column = piece.block * fill.width;
         place = piece.place;
     } else {

@@ -14,7 +14,8 @@ from rawops._sparse_memory import answers, kernel
 _THREADS, LENGTHS, _UNROLL = 256, 1024, 16
 _BLOCKS_PER_SM = 3
 _ROW_WORK = 8  # entries that a row costs as much as
-_FIELDS, _RESULTS = 14, 15
+_FIELDS, _RESULTS = 14, 21
+LONGER = 32, 64, 128, 256, 512, LENGTHS - 2  # past which rows are counted
 _INTEGERS = ("int32", "int64")
 
 MEASURE = KernelSpec(
@@ -45,13 +46,24 @@ class Measured(NamedTuple):
     padded: int
     bandwidth: int
     held: int
+    unheld: int
     p95: int
     p99: int
+    over_32: int
+    over_64: int
+    over_128: int
+    over_256: int
+    over_512: int
 
     @property
     def padding(self) -> float:
         """Entries of slices of 32 rows over those there are, of rows that the histogram holds, if any."""
         return self.padded / self.held if self.held else 1.0
+
+    @property
+    def longer(self) -> tuple[int, ...]:
+        """How many rows are longer than each of LONGER."""
+        return *self[-len(LONGER) + 1 :], self.unheld
 
 
 def module_of(x):
@@ -66,7 +78,8 @@ def measure(device, indices, indptr, cols: int, index_copy: Any = None, pointer_
     """
     rows, nnz, pointer = indptr.size - 1, indices.size, device.pointer
     copied = indptr if pointer_copy is None else pointer_copy
-    measures = kernel(device, MEASURE, *(dtypes.name(x.dtype) for x in (indices, indptr, copied)))
+    names = dtypes.name(indices.dtype), dtypes.name(indptr.dtype), dtypes.name(copied.dtype)
+    measures = kernel(device, MEASURE, *names)
     most = _BLOCKS_PER_SM * device.sm_count
     row_blocks = min(-(-rows // _THREADS), max(most * _ROW_WORK * rows // (_ROW_WORK * rows + nnz), most // 8))
     index_blocks = min(-(-nnz // (_UNROLL * _THREADS)), most - row_blocks)

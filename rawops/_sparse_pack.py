@@ -7,15 +7,15 @@ import math
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 from rawops._sparse_formats import Rows
-from rawops._sparse_measure import LENGTHS
-from rawops._sparse_memory import answers, kernel, spaces
+from rawops._sparse_measure import LENGTHS, LONGER
+from rawops._sparse_memory import Answers, answers, kernel, spaces
 from rawops._sparse_profile import Choice, Profile
 
 PACKABLE = ("float32", "float64", "complex64", "complex128")  # 16 bits are too few to add up blocks in
-PIECE = 512  # entries of a long row that a warp adds up
 _POINTERS = ("int32", "int64")
-# As in sparse_pack.cu: rows that are sorted together, windows of a block where they are not, bits of a sum of depths
-_WINDOW, _AT_ONCE, _DEPTH_BITS = 1024, 2, 31
+# As in sparse_pack.cu: rows that are sorted together, windows of a block where they are neither sorted nor cut, entries
+# of a piece, bits of a sum of depths
+_WINDOW, _AT_ONCE, _PIECE, _DEPTH_BITS = 1024, 2, 512, 31
 _SPARE = 1.25  # times the entries that there are: what a packed copy may be allocated for without a look at its size
 _SLICE_WORK, _PIECE_WORK = 8, 4  # what a slice and a piece cost beside their entries, in entries of a lane
 
@@ -23,8 +23,9 @@ FILL = ParamStruct(
     "PackFill",
     **dict.fromkeys(("data", "indices", "bounds"), "pointer"),
     **dict.fromkeys(("stride", "nnz"), "int64"),
-    **dict.fromkeys(("places", "slots", "pieces", "packed", "columns", "bases", "failed"), "pointer"),
-    **dict.fromkeys(("rows", "slices_per_block", "slices", "piece_count", "width", "lanes", "piece"), "int32"),
+    **dict.fromkeys(("places", "slots", "piece_ends", "piece_stops", "pieces"), "pointer"),
+    **dict.fromkeys(("packed", "columns", "bases", "failed"), "pointer"),
+    **dict.fromkeys(("rows", "slices_per_block", "slices", "piece_count", "width", "lanes"), "int32"),
 )
 BOUNDS = KernelSpec(
     source="sparse_pack.cu",
@@ -42,13 +43,7 @@ WINDOWS = KernelSpec(
         *({"pointer": "int32", "sorted": is_sorted, "cuts": False} for is_sorted in (False, True)),
         *({"pointer": "int64", "sorted": is_sorted, "cuts": True} for is_sorted in (False, True)),
     ),
-)
-PIECES = KernelSpec(
-    source="sparse_pack.cu",
-    entry="rawops::pack_pieces",
-    template=("pointer",),
-    choices={"pointer": _POINTERS},
-    smoke=({"pointer": "int32"}, {"pointer": "int64"}),
+    spills={"sm_100a": 16},
 )
 ENTRIES = KernelSpec(
     source="sparse_pack.cu",
@@ -106,8 +101,9 @@ class Packed:
             self._find_bounds()
         self.per_block = -(-count // (32 // self.lanes))
         self.slice_count = self.blocks * self.per_block
-        self._lay_out(choice.longest, found)
-        self._fill(choice.is_wide, found)
+        self.piece_count = 0
+        with answers(device) as answer:
+            self._make(answer, choice.longest, choice.is_wide, found)
 
     def _find_bounds(self) -> None:
         count, self._stride = self.source.shape[0], self.source.shape[0]
@@ -116,98 +112,112 @@ class Packed:
         values = *self._sources[1:], self._bounds, count, self.blocks, self.width
         kernel(self.device, BOUNDS, self._pointer).launch((-(-size // 256), 1, 1), (256, 1, 1), values)
 
-    def _lay_out(self, longest: int, found: Profile) -> None:
-        """Sort rows, cut long ones and find where slices and pieces are. It synchronises unless the size is clear."""
-        device, count, blocks = self.device, self.source.shape[0], self.blocks
-        has_long = found.max > longest
-        groups = -(-count // (_WINDOW * (1 if self.is_sorted else _AT_ONCE)))
-        slots = self.slice_count * (32 // self.lanes if self.is_sorted else 1)
-        # What each group leaves for those behind it, turns, and totals that nobody waits for.
-        sizes = 8 * (blocks * groups + 2), 4 * slots, 8 * self.slice_count
-        self._laid_out, (words, self.slots, self.places) = spaces(device, *sizes, zeros=1)
-        _kept, (ends, starts) = spaces(device, *[4 * blocks * count] * 2) if has_long else ([], (0, 0))
-        turns = words + 8 * blocks * groups
-        values = self._bounds, self._stride, count, groups, longest, self.lanes, PIECE, self.places, self.slots
-        windows = kernel(device, WINDOWS, self._pointer, self.is_sorted, has_long)
-        grid, threads = (blocks * groups, 1, 1), (_WINDOW, 1, 1)
-        self.piece_count, self.block_pieces, self.work = 0, [0] * blocks, []
-        self._depth = self._most_depth(longest, found)
-        if 0 <= 32 * self._depth <= _SPARE * found.nnz:
-            windows.launch(grid, threads, (*values, ends, starts, turns + 8, words, turns))
-        else:
-            with answers(device) as answer:
-                windows.launch(grid, threads, (*values, ends, starts, answer.address(blocks), words, turns))
-                totals = answer.wait(blocks)
-            depths = _differences([total % 2**_DEPTH_BITS for total in totals])
-            self._depth, self.block_pieces = sum(depths), _differences([total >> _DEPTH_BITS for total in totals])
-            costs = zip(depths, self.block_pieces, strict=True)
-            self.work = [d + _SLICE_WORK * self.per_block + _PIECE_WORK * p for d, p in costs]
-            self.piece_count = sum(self.block_pieces)
-        self.cut = self.piece_count if found.max > PIECE else 0  # into pieces of 16 bytes, as large as any accumulator
-        sizes = 4 * self.cut, 16 * self.cut, 32 * self.piece_count
-        self._cut_up, (self.tickets, self.sums, self.pieces) = [], (0, 0, 0)
-        if self.piece_count:
-            self._cut_up, (self.tickets, self.sums, self.pieces) = spaces(device, *sizes, zeros=1)
-            values = self._bounds, self._stride, count, blocks, PIECE, self.piece_count, ends, starts, self.pieces
-            pieces = kernel(device, PIECES, self._pointer)
-            pieces.launch((-(-self.piece_count // 256), 1, 1), (256, 1, 1), values)
+    def _make(self, answer: Answers, longest: int, is_wide: bool, found: Profile) -> None:
+        """Sort rows, cut long ones, find where slices and pieces are and fill the copy.
 
-    def _most_depth(self, longest: int, found: Profile) -> int:
-        """Return what all slices have at most, in entries of a lane; -1 where the profile does not tell."""
-        if self.blocks > 1 or found.max > longest:
-            return -1
-        rounding = self.slice_count * (self.lanes - 1)  # up to multiples of `lanes`
+        It synchronises once: at the end, and only for long rows and columns that may be far apart, where the profile
+        bounds how large the copy is; else in between. Once more where columns were too far apart.
+        """
+        device, count, blocks = self.device, self.source.shape[0], self.blocks
+        self.kind = "shared" if self.width else "far" if is_wide else "near"
+        has_long, may_fail = found.max > longest, self.kind == "near" and self._may_fail(found)
+        self._depth, pieces = self._limits(longest, found)
+        is_clear = 0 <= 32 * self._depth <= _SPARE * found.nnz
+        groups = -(-count // (_WINDOW * (1 if self.is_sorted or has_long else _AT_ONCE)))
+        slots = self.slice_count * (32 // self.lanes if self.is_sorted else 1)
+        # What each group leaves for those behind it, turns, and totals that nobody waits for; then slots and places.
+        sizes = 8 * (blocks * groups + 2), 4 * slots, 8 * self.slice_count
+        self._kept, (words, self.slots, self.places) = spaces(device, *sizes, zeros=1)
+        _cuts, cuts = spaces(device, *[4 * blocks * count] * 2) if has_long else ([], (0, 0))
+        turns = words + 8 * blocks * groups
+        is_awaited = has_long or may_fail or not is_clear
+        numbers = answer.address(blocks + 1, clear=True) if is_awaited else 0  # totals, and whether 16 bits are few
+        values = self._bounds, self._stride, count, groups, longest, self.lanes, self.places, self.slots
+        values = *values, *cuts, numbers or turns + 8, words, turns
+        windows = kernel(device, WINDOWS, self._pointer, self.is_sorted, has_long)
+        windows.launch((blocks * groups, 1, 1), (_WINDOW, 1, 1), values)
+        if not is_clear:
+            self._count(answer.wait(blocks))
+            pieces = self.piece_count
+        kept, addresses = spaces(device, *self._copy_sizes(pieces, found), zeros=1)
+        self._kept += kept
+        self.tickets, self.sums, self.pieces, self.data, self.columns, self.bases = addresses
+        self._fill(pieces, *cuts, failed=numbers + 8 * blocks if may_fail else 0)
+        if may_fail or (has_long and is_clear):
+            *totals, failed = answer.wait(blocks + 1)
+            if failed:
+                self._make(answer, longest, True, found)
+                return
+            self._count(totals)
+        self.cut = self.piece_count if found.max > _PIECE else 0
+
+    def _copy_sizes(self, pieces: int, found: Profile) -> tuple[int, ...]:
+        """Return the bytes of tickets, sums (of 16 bytes, as large as any accumulator), pieces and the copy."""
+        entries, is_far = self._depth * 32, self.kind == "far"
+        copy = entries * self.source.data.itemsize, entries * (4 if is_far else 2)
+        cut = pieces if found.max > _PIECE else 0
+        return 4 * cut, 16 * cut, 32 * pieces, *copy, 4 * self._depth if self.kind == "near" else 0
+
+    def _count(self, totals: list[int]) -> None:
+        """Take the depth and the pieces up to each block of columns."""
+        self.work, self.block_pieces = [], []
+        self._depth = self.piece_count = 0
+        for total in totals:
+            depth, pieces = total % 2**_DEPTH_BITS, total >> _DEPTH_BITS
+            own = pieces - self.piece_count
+            self.work.append(depth - self._depth + _SLICE_WORK * self.per_block + _PIECE_WORK * own)
+            self.block_pieces.append(own)
+            self._depth, self.piece_count = depth, pieces
+
+    def _limits(self, longest: int, found: Profile) -> tuple[int, int]:
+        """Return what slices and pieces have at most, in entries of a lane, and the most pieces.
+
+        The first is -1 where the profile does not tell.
+        """
+        top, lanes = min(longest, found.max), self.lanes  # of the rows in slices
+        if self.blocks > 1 or (top > LENGTHS - 2 and not self.is_sorted):
+            return -1, 0
+        rounding = self.slice_count * (lanes - 1)  # up to multiples of `lanes`
         if self.is_sorted:  # a slice's longest row is no longer than any of the slice before, but for a window's first
             windows = -(-self.source.shape[0] // _WINDOW)
-            return -(-found.nnz // 32) + -(-(windows * found.max + rounding) // self.lanes)
-        if found.max > LENGTHS - 2:
-            return -1
-        return math.ceil(found.padding * found.nnz / 32) + -(-rounding // self.lanes)
+            depth = -(-found.nnz // 32) + -(-(windows * top + rounding) // lanes)
+        else:
+            depth = math.ceil(found.padding * found.nnz / 32) + -(-rounding // lanes)
+        if found.max <= longest:
+            return depth, 0
+        rows = found.rows  # that are longer, at most
+        for limit, count in zip(LONGER, found.longer, strict=True):
+            if limit <= longest:
+                rows = count
+        unheld, rest = found.longer[-1], found.nnz - found.held
+        short = max(rows - unheld, 0)  # of pieces' rows, with 1022 entries at most
+        return depth + -(-rest // 32) + unheld + 32 * short, rest // _PIECE + unheld + 2 * short
 
-    def _fill(self, is_wide: bool, found: Profile) -> None:
-        self.kind = "shared" if self.width else "far" if is_wide else "near"
-        if self.kind != "far":
-            spread = 2 * found.bandwidth + _WINDOW if found.rises else self.source.shape[1]
-            may_fail = self.kind == "near" and min(spread, self.source.shape[1]) >= 2**16
-            self._allocate(2, 0 if self.width else 4)
-            if not may_fail:
-                self.copy()
-                return
-            with answers(self.device) as answer:
-                self.copy(answer.address(1, clear=True))
-                if not answer.wait(1)[0]:
-                    return
-        self.kind = "far"
-        self._allocate(4, 0)
-        self.copy()
+    def _may_fail(self, found: Profile) -> bool:
+        """Tell whether columns side by side may be too far apart for 16 bits."""
+        spread = 2 * found.bandwidth + _WINDOW if found.rises else self.source.shape[1]
+        return min(spread, self.source.shape[1]) >= 2**16
 
-    def _allocate(self, column_bytes: int, base_bytes: int) -> None:
-        entries, value_bytes = self._depth * 32, self.source.data.itemsize
-        sizes = entries * value_bytes, entries * column_bytes, self._depth * base_bytes
-        self._filled, (self.data, self.columns, self.bases) = spaces(self.device, *sizes)
+    def copy(self) -> None:
+        """Take the entries of the format, with the values as they are now."""
+        self._fill(self.piece_count)
 
-    def copy(self, failed: int = 0) -> None:
-        """Take the entries of the format, with the values as they are now.
-
-        `failed` is the address of what becomes 1 where 16 bits are few.
-        """
+    def _fill(self, piece_count: int, piece_ends: int = 0, piece_stops: int = 0, failed: int = 0) -> None:
+        """Launch the copy; of pieces that are not cut yet, where it is given how. It tells in `failed`, an address."""
         rows = self.source
         if not self._depth:
             return
-        sources = *self._sources[:2], self._bounds, self._stride, rows.nnz
-        addresses = self.places, self.slots, self.pieces, self.data, self.columns, self.bases
-        sizes = rows.shape[0], self.per_block, self.slice_count, self.piece_count, self.width, self.lanes, PIECE
-        fill = FILL.pack(*sources, *addresses, failed, *sizes)
+        sources = *self._sources[:2], self._bounds, self._stride, rows.nnz, self.places, self.slots
+        pieces = piece_ends, piece_stops, self.pieces
+        addresses = self.data, self.columns, self.bases, failed
+        sizes = rows.shape[0], self.per_block, self.slice_count, piece_count, self.width, self.lanes
+        fill = FILL.pack(*sources, *pieces, *addresses, *sizes)
         column = "int32" if self.kind == "far" else "rawops::uint16_t"
         value = dtypes.name(rows.data.dtype)
         fills = kernel(self.device, ENTRIES, value, self._pointer, column, self.is_sorted, self.kind == "near")
-        fills.launch((-(-(self.slice_count + self.piece_count) // 8), 1, 1), (256, 1, 1), (fill,))
+        fills.launch((-(-(self.slice_count + piece_count) // 8), 1, 1), (256, 1, 1), (fill,))
 
     @property
     def kept(self) -> list:
         """All arrays beside the format's own."""
-        return [*self._bounds_kept, *self._laid_out, *self._cut_up, *self._filled]
-
-
-def _differences(ends: list[int]) -> list[int]:
-    return [b - a for a, b in zip([0, *ends], ends, strict=False)]
+        return [*self._bounds_kept, *self._kept]

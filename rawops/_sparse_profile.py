@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rawops._sparse_formats import Rows
-from rawops._sparse_measure import measure
+from rawops._sparse_measure import LONGER, measure
 
 _SHARED_READS = 128  # blocks of threads that each read all of x
 _BLOCK_MEAN = 12  # entries of a row in a block of columns that pay for adding up the blocks
@@ -36,6 +37,10 @@ class Profile(NamedTuple):
         are even. Rows of 1023 entries and more are left out.
     rises : bool
         Whether columns rise, or stay, within each row.
+    longer : tuple of int
+        Rows of more than 32, 64, 128, 256, 512 and 1022 entries.
+    held : int
+        Entries of the rows of at most 1022.
     """
 
     rows: int
@@ -51,6 +56,8 @@ class Profile(NamedTuple):
     bandwidth: int = 0
     padding: float = 1.0
     rises: bool = False
+    longer: tuple[int, ...] = (0,) * len(LONGER)
+    held: int = 0
 
 
 def profile(device, rows: Rows, is_kept: bool = True) -> Profile:
@@ -68,6 +75,7 @@ def profile(device, rows: Rows, is_kept: bool = True) -> Profile:
     return Profile(
         count, cols, nnz, nnz / count, found.p95, found.p99, found.longest, math.sqrt(variance) * count / nnz,
         found.empty, scatter, found.bandwidth, found.padding, is_kept and found.falls == found.row_falls,
+        found.longer, found.held,
     )  # fmt: skip
 
 
@@ -126,10 +134,11 @@ def power_of_two(number: float, low: int, high: int) -> int:
     return found
 
 
-def choose(found: Profile, limits: Limits) -> Choice:
-    """Pick the kernel for rows that look like this: the rule table."""
+def choose(found: Profile, limits: Callable[[], Limits]) -> Choice:
+    """Pick the kernel for rows that look like this: the rule table. Limits are asked for where they matter."""
     if found.max <= 16 and found.nnz < _SMALL:
         return Choice("rows", 2, why=f"short rows, of {found.max} entries at most, and few")
+    limits = limits()
     if limits.may_pack and found.nnz >= _SMALL:
         packed = _in_shared_memory(found, limits) or _by_slices(found)
         if packed is not None:
@@ -175,7 +184,7 @@ def _by_slices(found: Profile) -> Choice | None:
 
 def candidates(found: Profile, limits: Limits) -> list[Choice]:
     """Return what `SparseMatrix.tune` tries: the rule's choice first."""
-    first, lanes = choose(found, limits), power_of_two(found.mean / 8, 1, 32)
+    first, lanes = choose(found, lambda: limits), power_of_two(found.mean / 8, 1, 32)
     others = [Choice("stream", lanes, 256, walk=walk) for walk in ("dealt", "single")]
     others.append(Choice("rows", power_of_two(found.mean / 4, 2, 32)))
     if limits.may_pack:

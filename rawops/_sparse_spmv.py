@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 from rawops._runtime import dtypes
@@ -153,12 +154,19 @@ class Packer:
     """Packs the SpmvCall of products with one format, whose addresses do not change."""
 
     def __init__(self, device, rows: Rows, transposed: bool = False) -> None:
-        self._pointer = device.pointer
-        self._format = tuple(map(device.pointer, (rows.data, rows.indices, rows.indptr)))
-        self._sizes = rows.nnz, *(rows.shape[::-1] if transposed else rows.shape)
+        self._device, self._rows, self._is_transposed = device, rows, transposed
+
+    @functools.cached_property
+    def _format(self) -> tuple[int, ...]:
+        return tuple(map(self._device.pointer, (self._rows.data, self._rows.indices, self._rows.indptr)))
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        shape = self._rows.shape
+        return self._rows.nnz, *(shape[::-1] if self._is_transposed else shape)
 
     def __call__(self, x, y, alpha: tuple, beta: tuple, partials) -> bytes:
-        pointer = self._pointer
+        pointer = self._device.pointer
         return CALL.pack(*self._format, pointer(x), pointer(y), *alpha, *beta, pointer(partials), *self._sizes)
 
 

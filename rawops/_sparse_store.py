@@ -44,7 +44,7 @@ class Store:
         self.ready: dict[tuple, tuple[int, int]] = {}  # the sizes of x and y of calls that need no more checks
         for way in (False, True):
             if way in self.rows:
-                self.use(way, choose(self.profiles[way], self.limits(way)))
+                self.use(way, choose(self.profiles[way], functools.partial(self.limits, way)))
             else:
                 self.use(way, choose_scatter(self.profiles[not way]))
 

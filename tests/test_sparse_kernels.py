@@ -189,6 +189,31 @@ def test_columns_too_far_apart_for_16_bits(device, rng, monkeypatch, spread):
     same(device, A @ device.put(x), np.array([1.0, 320.0]))
 
 
+@pytest.mark.parametrize("cols", [200, 70_001])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_long_rows_beside_many_short_ones(device, rng, monkeypatch, is_sorted, cols):
+    """The profile bounds the size of the copy: one wait, at the end, and one more for columns far apart."""
+    waits, wait = [], Answers.wait
+    monkeypatch.setattr(Answers, "wait", lambda self, count: waits.append(count) or wait(self, count))
+    monkeypatch.setattr(
+        _sparse_store, "choose", lambda *found: waits.clear() or Choice("packed", 1, 33, 0, "", is_sorted)
+    )
+    lengths = np.full(3000, 12)
+    lengths[[5, 1030, 1031, 2999]] = 1100, 1500, 34, 41
+    made = Coordinates(rng, (3000, cols), lengths)
+    A = made.put(device, dual=False)
+    packed = A._store.products[False].packed
+    is_far = cols > 200 and np.ptp(made.indices) >= 2**16
+    assert waits == ([2, 2] if is_far else [2]) and packed.kind == ("far" if is_far else "near")
+    assert packed.piece_count == packed.cut == 3 + 3 + 1 + 1
+    for _ in range(2):
+        x = integers(rng, cols, "float32")
+        want = np.bincount(made.row, made.data.astype(float) * x[made.indices], 3000)
+        same(device, A @ device.put(x), want)
+        made.data = integers(rng, made.data.size, "float32")
+        A.update_values(device.put(made.data))
+
+
 @pytest.mark.parametrize(
     ("kernel", "width", "changes"),
     [
@@ -206,7 +231,7 @@ def test_columns_too_far_apart_for_16_bits(device, rng, monkeypatch, spread):
 def test_rules(kernel, width, changes):
     usual = {"rows": 10**6, "cols": 10**5, "nnz": 10**7, "mean": 10.0, "p95": 11, "p99": 12, "max": 20, "cv": 0.1}
     found = Profile(**usual | {"empty": 0, "scatter": 0.7, "rises": True} | changes)
-    choice = choose(found, Limits())
+    choice = choose(found, Limits)
     assert (choice.kernel, choice.width) == (kernel, width)
     assert candidates(found, Limits())[0] == choice and len({str(c) for c in candidates(found, Limits())}) >= 3
     assert all(c.kernel != "packed" for c in candidates(found, Limits(may_pack=False)))
@@ -233,6 +258,8 @@ def test_percentiles_and_padding_beside_long_rows(device, rng, long):
     short = np.where(lengths < 1023, lengths, 0)
     padded = 32 * sum(short[i : i + 32].max() for i in (0, 32))
     assert found.padding == (padded / short.sum())
+    assert found.longer == tuple((lengths > limit).sum() for limit in (32, 64, 128, 256, 512, 1022))
+    assert found.held == short.sum()
 
 
 @pytest.mark.parametrize("longest", [1023, 1024, 66_000])
