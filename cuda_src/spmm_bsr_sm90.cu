@@ -30,7 +30,8 @@ template <class T, int WARPS, int STAGES> struct BsrBoxRing {
         if (chunk >= 0) {
             __syncwarp();
             const int lane = threadIdx.x % kWarpSize;
-            if (lane < kCluster) barrier_arrive_at_rank(barriers.empty(at.stage), lane);
+            // Where somebody waits for it: what is still on its way to a block that is gone would hit the next one.
+            if (lane < kCluster && chunk + STAGES <= chunks) barrier_arrive_at_rank(barriers.empty(at.stage), lane);
             at.advance();
         }
         ++chunk;
@@ -39,6 +40,13 @@ template <class T, int WARPS, int STAGES> struct BsrBoxRing {
 
     __device__ void leave() {
         while (chunk + 1 < chunks) next();
+    }
+
+    // The stage that no chunk follows, when all warps of the cluster have left it; behind `leave`.
+    __device__ uint32_t room() {
+        if (chunk >= 0) at.advance();
+        barrier_wait(barriers.empty(at.stage), at.phase ^ 1);
+        return base + at.stage * Chunk::BYTES;
     }
 
     // How many chunks there are, read where it is needed: the compiler spills what outlives a change of registers.
@@ -87,6 +95,40 @@ __device__ inline uint32_t fixed(uint32_t address) {
     return same;
 }
 
+// y = alpha times a warp's sums, of 16 bits, by way of 16 x 128 bytes of shared memory: eight lanes write a row at once.
+template <class T, int ROWS, class Chunk>
+__device__ inline void finish_rows(const BsrRows<T, ROWS, Chunk>& rows, const SpmmEnd<T>& end, int64_t first_row,
+                                   int first_column, uint32_t room) {
+    const int lane = rows.lane;
+    const uint32_t to = room + swizzled_offset<128>(lane % 16, lane / 16);
+    const int column = first_column + lane % 8 * 8;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < kWidth / 8; n += 2) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = rows.sums[r][n + i / 2] + i % 2 * 2;
+                words[i] = narrow_pair<T>(end.alpha * pair[0], end.alpha * pair[1]);
+            }
+            stmatrix(to ^ n << 4, words);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = i * 4 + lane / 8;
+            uint32_t words[4];
+            BsrReader<T, Chunk>::load_quad(words, room + swizzled_offset<128>(row, lane % 8));
+            T* y_row = end.row_of(first_row + r * kTile + row);
+            if (first_row + r * kTile + row < end.call.rows && column < end.shape.columns) {
+                *reinterpret_cast<uint4*>(y_row + column) = make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+        __syncwarp();
+    }
+}
+
 template <class T, int WARPS, int ROWS, int STAGES>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(WARPS* kWarpSize + kWarpGroupSize, 1)
     spmm_bsr_sm90(const __grid_constant__ SpmvCall call, const __grid_constant__ DenseShape shape,
@@ -102,8 +144,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(WARPS* kWarpS
         prefetch_tensor_map(map);
         ring.barriers.init(WARPS * kCluster);
     }
+    cluster_arrive_relaxed();
     if (index == WARPS) ring.look_ahead(plan, true, cluster, lane);
-    cluster_sync();
+    if (index < WARPS) BsrRows<T, ROWS, typename Ring::Chunk>::ask_ahead(call, plan, warp, lane);
+    cluster_wait();
     bool reads_a;  // asked here, and all else at the end: registers are scarce between
     {
         const SpmmEnd<T> end(call, shape);  // which waits for the launch before
@@ -113,16 +157,22 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(WARPS* kWarpS
     if (index >= WARPS) {
         if constexpr (kNeedsMore) release_registers<WARPS == 8 ? 72 : 32>();
         if (index == WARPS) ring.fill(plan, reads_a, cluster, map, lane);
-        __syncwarp();
-        cluster_sync();
     } else {
         if constexpr (kNeedsMore) claim_registers<WARPS == 8 ? 216 : 112>();
         BsrRows<T, ROWS, typename Ring::Chunk> rows;
         ring.count(plan, reads_a, cluster);
         if (reads_a) rows.multiply(call, plan, warp, ring);
-        cluster_arrive();  // what the others fetch for this block has come
-        rows.finish(SpmmEnd<T>(call, shape), int64_t(warp) * ROWS * kTile, blockIdx.y * kWidth);
-        cluster_wait();
+        const uint32_t room = ring.room() + index * (kTile * 128);  // all that comes from the other block has come
+        const SpmmEnd<T> end(call, shape);
+        const int64_t first_row = int64_t(warp) * ROWS * kTile;
+        const int first_column = blockIdx.y * kWidth;
+        if constexpr (sizeof(T) == 2) {
+            if (!end.reads_y && shape.is_vector_y) {
+                finish_rows(rows, end, first_row, first_column, room);
+                return;
+            }
+        }
+        rows.finish(end, first_row, first_column);
     }
 }
 

@@ -97,6 +97,42 @@ def test_remote_arrivals_and_st_async(completion):
     assert np.array_equal(out, np.arange(32) * 3)
 
 
+RELAXED = """
+// Every warp of the pair arrives at the barrier of each block.
+__global__ void __cluster_dims__(2) relaxed(u32* out) {
+  __shared__ u64 bar;
+  __shared__ u32 word;
+  if (threadIdx.x == 0) {
+    word = out[0];
+    init(&bar, 4);
+#ifndef NO_FENCE
+    fence_init();
+#endif
+  }
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#ifdef EARLY
+  out[threadIdx.x] = word;
+#endif
+  for (u32 of = 0; of < 2; ++of)
+    if (threadIdx.x % 32 == 0)
+      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(peer(at(&bar), of)) : "memory");
+  wait(&bar, 0);
+  out[threadIdx.x] = word;
+  cluster_sync();
+}
+"""
+
+
+def test_a_fence_and_relaxed_arrivals_publish_barriers_alone():
+    out = np.zeros(64, np.uint32)
+    out[0] = 7
+    launch(CLUSTER + RELAXED, "relaxed", (out,), grid=2, block=64)
+    assert (out == 7).all()
+    for option, message in (("-DNO_FENCE", "ordered after its mbarrier.init"), ("-DEARLY", "word")):
+        with pytest.raises(RaceError, match=message):
+            launch(CLUSTER + RELAXED, "relaxed", (out,), grid=2, block=64, options=[option])
+
+
 # ---- mbarrier pipelines --------------------------------------------------------------------------------------------
 
 RING = """

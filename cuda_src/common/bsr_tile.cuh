@@ -89,6 +89,15 @@ template <class T, int ROWS, class Chunk> struct BsrRows {
         for (int i = 0; i < ROWS * kWidth / 2; ++i) sums[i / (kWidth / 2)][i / 4 % (kWidth / 8)][i % 4] = 0;
     }
 
+    // Has the L2 get the first tiles of a warp.
+    static __device__ void ask_ahead(const SpmvCall& call, const BsrPlan& plan, int warp, int lane) {
+        constexpr int LINE = 128, TILE_BYTES = K_STEPS * kWarpSize * 16;
+        const int first = plan.pairs[warp], bytes = 2 * TILE_BYTES * min(plan.pairs[warp + 1] - first, 2);
+        const char* tiles = static_cast<const char*>(call.data) + int64_t(first) * (2 * TILE_BYTES);
+        if (lane * LINE < bytes) prefetch_line(tiles + lane * LINE);
+        if (lane == 0 && bytes > 0) prefetch_line(plan.places + 2 * int64_t(first));
+    }
+
     // All of the tiles of a warp, counted over all groups. A ring gives the shared address of a column's rows of x.
     template <class Ring> __device__ void multiply(const SpmvCall& call, const BsrPlan& plan, int warp, Ring& ring) {
         const int offset = BsrReader<T, Chunk>::offset(lane), last = plan.pairs[warp + 1];
@@ -106,14 +115,10 @@ template <class T, int ROWS, class Chunk> struct BsrRows {
     }
 
     __device__ void fetch(Tile (&tiles)[2], const SpmvCall& call, const BsrPlan& plan, int pair) const {
+        const uint4* from = static_cast<const uint4*>(call.data) + int64_t(pair) * (2 * K_STEPS * kWarpSize) + lane;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int64_t tile = 2 * int64_t(pair) + i;
-            const uint4* from = static_cast<const uint4*>(call.data) + tile * (K_STEPS * kWarpSize) + lane;
-#pragma unroll
-            for (int k = 0; k < K_STEPS; ++k) tiles[i].a[k] = load_now(from + k * kWarpSize);
-            tiles[i].place = load_now(plan.places + tile);
-        }
+        for (int i = 0; i < 2 * K_STEPS; ++i) tiles[i / K_STEPS].a[i % K_STEPS] = load_now(from + i * kWarpSize);
+        load_now(tiles[0].place, tiles[1].place, plan.places + 2 * int64_t(pair));
     }
 
     // Loads that stay where they are written, before what the compiler would put first.
@@ -124,10 +129,8 @@ template <class T, int ROWS, class Chunk> struct BsrRows {
                      : "l"(from));
         return r;
     }
-    static __device__ uint32_t load_now(const int* from) {
-        uint32_t r;
-        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(r) : "l"(from));
-        return r;
+    static __device__ void load_now(uint32_t& first, uint32_t& second, const int* from) {
+        asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "l"(from));
     }
 
     // A tile times its column's rows of x. What a branch holds is so much that the compiler leaves the branch there: in

@@ -52,6 +52,8 @@ class Clocks:
         self.limit = np.zeros(len(agents), np.uint64)
         self.lowest = np.uint64(0)
         self.fenced = np.zeros(len(agents), np.int64)
+        self.inits_fenced = np.zeros(len(agents), np.int64)
+        self.inits_seen = np.zeros((len(agents), self.columns), np.int64)  # as `seen`, of mbarrier.init alone
         self._proxy_fenced = np.zeros(ctx.L, np.int64)
         self.reset()
 
@@ -121,6 +123,10 @@ class Clocks:
         """A fence: strong writes of these agents publish from now on what came before."""
         self.fenced[agents] = self.now
         self.any_fence = True
+
+    def fence_inits(self, agents: np.ndarray) -> None:
+        """A fence.mbarrier_init: the cluster barrier publishes, even by relaxed arrivals, which barriers are made."""
+        self.inits_fenced[agents] = self.now
 
     def proxy_fence(self, ids: np.ndarray) -> None:
         """The lanes' ordinary writes so far may be read by copy engines and wgmma."""

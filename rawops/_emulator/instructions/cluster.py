@@ -64,16 +64,20 @@ class _ClusterBarrier:
         if ctx.races is not None:
             self.clocks = np.zeros((count, ctx.races.columns), np.int64)
             self.released = self.clocks.copy()
+            self.inits, self.released_inits = self.clocks.copy(), self.clocks.copy()  # see Clocks.fence_inits
 
     def arrive(self, lanes: Lanes, release: bool) -> None:
         clusters = self.cluster_of[lanes.ids]
         self.arrived[lanes.ids] = True
         self.mine[lanes.ids] = self.phase[clusters]
-        if release and self._ctx.races is not None:
-            agents, first = np.unique(self._ctx.races.agent_of[lanes.ids], return_index=True)
+        races = self._ctx.races
+        if races is not None:
+            agents, first = np.unique(races.agent_of[lanes.ids], return_index=True)
+            self.inits[clusters[first], races.column(agents)] = races.inits_fenced[agents]
             for agent, cluster in zip(agents, clusters[first], strict=True):
-                clock = clock_of(self._ctx, np.array([agent]))
-                np.maximum(self.clocks[cluster], clock, out=self.clocks[cluster])
+                if release:
+                    clock = clock_of(self._ctx, np.array([agent]))
+                    np.maximum(self.clocks[cluster], clock, out=self.clocks[cluster])
         self.turn()
 
     def turn(self) -> None:
@@ -86,7 +90,7 @@ class _ClusterBarrier:
         self.arrived[np.isin(self.cluster_of, done)] = False
         self._ctx.launch.report.barriers += len(done) * self._ctx.cluster_size
         if self._ctx.races is not None:
-            self.released[done] = self.clocks[done]
+            self.released[done], self.released_inits[done] = self.clocks[done], self.inits[done]
             self.clocks[done] = 0
 
     def passed(self, lanes: Lanes) -> np.ndarray:
@@ -96,7 +100,9 @@ class _ClusterBarrier:
     def acquire(self, lanes: Lanes) -> None:
         if self._ctx.races is not None:
             agents, first = np.unique(self._ctx.races.agent_of[lanes.ids], return_index=True)
-            self._ctx.races.acquire(agents, self.released[self.cluster_of[lanes.ids[first]]])
+            clusters = self.cluster_of[lanes.ids[first]]
+            self._ctx.races.acquire(agents, self.released[clusters])
+            self._ctx.races.inits_seen[agents] = self.released_inits[clusters]
 
     def missing(self, lanes: Lanes) -> int:
         cluster = self.cluster_of[lanes.ids[0]]

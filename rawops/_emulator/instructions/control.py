@@ -190,7 +190,8 @@ def fence(ins: Instruction, ctx: Context) -> Run:
     if ctx.races is None:
         return lambda lanes: None
     races = ctx.races
-    return lambda lanes: races.fence(races.agents(lanes.warps))
+    publish = races.fence_inits if "mbarrier_init" in ins.opcode else races.fence
+    return lambda lanes: publish(races.agents(lanes.warps))
 
 
 @instruction("nanosleep", "griddepcontrol", "brkpt", "pmevent", kind="control")

@@ -174,8 +174,9 @@ def _groups(keys: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 def _check_made(ctx: Context, barrier: Barrier, lane: int) -> None:
     """Refuse a use that nothing orders after mbarrier.init."""
-    agent, maker = ctx.races.agent_of[lane], ctx.races.agent_of[barrier.maker]
-    if lane != barrier.maker and ctx.races.seen[agent, ctx.races.column(maker)] < barrier.made:
+    races = ctx.races
+    agent, maker = races.agent_of[lane], races.column(races.agent_of[barrier.maker])
+    if lane != barrier.maker and max(races.seen[agent, maker], races.inits_seen[agent, maker]) < barrier.made:
         raise ctx.error(RaceError, f"{barrier.name} is used without being ordered after its mbarrier.init", lane)
 
 
