@@ -249,19 +249,19 @@ __global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_const
     }
 }
 
-// y @ b of a single row in float32, for a product that takes it as an addend. A row without an adapter, and columns in
-// no slice, get -0: adding that changes no bit.
+// y @ b in float32, for a product that takes it as an addend; rows as they come, one for each blockIdx.y. A row without
+// an adapter, and columns in no slice, get -0: adding that changes no bit.
 template <class T>
 __global__ void __launch_bounds__(kGroupThreads)
     lora_expand(const __grid_constant__ Adapters adapters, float* out) {
     const int n = blockIdx.x * kGroupThreads + threadIdx.x;
     if (n >= adapters.N) return;
-    const int slot = adapters.infos[0].slot;
+    const int row = blockIdx.y, slot = adapters.infos[row].slot;
     float sum = -0.0f;
     for (int slice = 0; slice < adapters.slice_count && slot < adapters.max_loras; ++slice) {
         if (n < adapters.slices[slice * 2] || n >= adapters.slices[slice * 2 + 1]) continue;
         const int rank = adapters.ranks[slot * adapters.slice_count + slice];
-        const float* y = adapters.y + int64_t(slice) * adapters.capacity * adapters.slot_rank;
+        const float* y = adapters.y + (int64_t(slice) * adapters.capacity + row) * adapters.slot_rank;
         const T* b = static_cast<const T*>(adapters.b) + (int64_t(slot) * adapters.N + n) * adapters.slot_rank;
 #pragma unroll 4
         for (int begin = 0; begin < rank; begin += 8) {
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kGroupThreads)
             }
         }
     }
-    out[n] = sum;
+    out[int64_t(row) * adapters.N + n] = sum;
 }
 
 }  // namespace rawops

@@ -224,8 +224,8 @@ class Product:
             else:
                 out[...] = result
             return out
-        if launch.run is not None:
-            launch.run(operands, addresses, alpha, beta)
+        if launch.steps is not None:
+            launch.steps.run(operands, addresses, alpha, beta)
         return out
 
     def workspace(self, device, shape: tuple, dtype) -> tuple:
@@ -246,8 +246,7 @@ class Product:
         dtype, out_dtype, sizes = self.check(request)
         empty = 0 in (*sizes.result, *named["b"].shape[:-2])
         steps = None if empty else self._steps(device, request, dtype, out_dtype, sizes)
-        run, bind = getattr(steps, "run", None), getattr(steps, "bind", None)
-        return Launch(device, sizes.result, dtypes.numpy(out_dtype), overlaps(request), run, bind)
+        return Launch(device, sizes.result, dtypes.numpy(out_dtype), overlaps(request), steps)
 
     # What a derived product changes. `further` are the operands beyond `ROLES`.
 

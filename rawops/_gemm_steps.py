@@ -123,6 +123,13 @@ class OnHopper:
 
 
 @dataclass(frozen=True)
+class OwnSteps:
+    """What a derived product does itself, from start to end."""
+
+    run: Callable
+
+
+@dataclass(frozen=True)
 class Launch:
     """Everything about a call that does not change while its key stays the same.
 
@@ -131,10 +138,9 @@ class Launch:
     overlaps : tuple
         For each input its index, and between which distances from out it overlaps out; None, or the distance
         at which it may.
-    run : callable
-        Takes all arrays and their addresses, alpha and beta. None where there is nothing to launch.
-    bind : callable, optional
-        Takes addresses, alpha and beta, and returns what makes this launch again; where nothing else is to be done.
+    steps : object
+        `run` takes all arrays and their addresses, alpha and beta. None where there is nothing to launch. Where one
+        launch is all, `bind` takes addresses, alpha and beta, and returns what makes it again.
     bound : dict
         What it has returned, by what it has taken; None for a call that was made once.
     """
@@ -143,9 +149,12 @@ class Launch:
     out_shape: tuple[int, ...]
     out_dtype: np.dtype
     overlaps: tuple
-    run: Callable | None
-    bind: Callable | None = None
+    steps: object
     bound: dict = field(default_factory=dict)
+
+    @property
+    def bind(self) -> Callable | None:
+        return getattr(self.steps, "bind", None)
 
     def collides(self, addresses: list) -> bool:
         """Tell whether the result would overwrite what is still to be read."""

@@ -84,7 +84,7 @@ def tune(
         candidates = trial.question.candidates() if trial.question else [None]
         runs = []
         for trial.choice in candidates:
-            run = product.prepare(device, tuple(converted), addresses).run or (lambda *_: None)
+            run = getattr(product.prepare(device, tuple(converted), addresses).steps, "run", lambda *_: None)
             runs.append(lambda run=run: run(tuple(converted), addresses, packed_alpha, packed_beta))
         times = time_runs(device, runs)
     fastest = min(range(len(runs)), key=times.__getitem__)

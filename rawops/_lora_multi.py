@@ -21,10 +21,9 @@ from rawops._gemm_operands import (
     check_addend,
     check_bias,
     check_given,
-    contiguous,
-    layout_of,
 )
 from rawops._gemm_repack import Repacked
+from rawops._gemm_steps import OneKernel, OwnSteps, SplitK
 from rawops._lora_multi_config import (
     ADAPTERS,
     DTYPES,
@@ -47,7 +46,6 @@ from rawops._lora_multi_config import (
 from rawops._lora_product import Base, check_columns, check_input
 from rawops._lora_slices import check_slices, take_factors
 from rawops._runtime import arrays, checks, dtypes
-from rawops._runtime.kernel import Function
 
 
 @dataclass(frozen=True)
@@ -125,27 +123,17 @@ class _Before:
     beside: tuple[int, int, int, int]
 
 
-@dataclass(frozen=True)
-class _Streamed:
-    """A product of one row, to which another kernel makes an addend first."""
-
-    expand: Function
-    grid: tuple[int, int, int]
-    product: object
-    addend: Callable[[], tuple]  # the array and its address
-
-    def run(self, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
-        _kept, addend = self.addend()
-        self.expand.launch(self.grid, (THREADS, 1, 1), (operands[-1].sort(), addend))
-        addresses = [*addresses[:3], addend, *addresses[4:]]
-        self.product.run(operands, addresses, alpha, ONE)
+def _takes_addend(steps) -> bool:
+    """Tell whether adapters cannot ride with what gemm does: stream b past a single row, or slices of K on Hopper."""
+    product = steps.product if isinstance(steps, Repacked) else steps
+    if isinstance(product, SplitK):
+        return isinstance(product.partial, OnHopper)
+    return isinstance(product, OneKernel) and product.early
 
 
-def _is_streamed(described: dict, sizes: Sizes) -> bool:
-    """Tell whether gemm would stream b past a single row of a, see Product."""
-    a, b = described["a"], described["b"]
-    _, access_a = layout_of(a, 1, sizes.K, a.row, a.col, 0)
-    return access_a == 16 and layout_of(b, sizes.N, sizes.K, b.col, b.row, sizes.gate) == (True, 16)
+def _capacity(M: int) -> int:
+    """Return for how many rows workspaces are: few sizes for batches of any."""
+    return 1 << max(M - 1, 15).bit_length()
 
 
 class _SortedProduct(Base):
@@ -155,8 +143,6 @@ class _SortedProduct(Base):
     stack: _Stack
 
     def _steps_of(self, device, request: Request, types, described: dict, further: dict, folded, sizes: Sizes):
-        if sizes.M == 1 and _is_streamed(described, sizes):
-            return self._streamed(device, request, types, described, folded, sizes)
         steps = super()._steps_of(device, request, types, described, further, folded, sizes)
         if not isinstance(steps, Repacked):
             return steps
@@ -168,18 +154,6 @@ class _SortedProduct(Base):
         if isinstance(product, OnHopper):  # what it may read before the launch before is complete is being copied
             product = replace(product, plan=replace(product.plan, early=False))
         return replace(steps, copies=copies, product=product)
-
-    def _streamed(self, device, request: Request, types, described: dict, folded, sizes: Sizes) -> _Streamed:
-        """A single row that gemm has a kernel of its own for: y @ b goes in as a float32 addend."""
-        plain = Base(self.function, self.options, self.workspaces)
-        described = {**described, "c": contiguous((1, 1, 1, 1, sizes.N), "float32")}
-        addend = functools.partial(self.workspace, device, (sizes.N,), np.dtype("float32"))
-        return _Streamed(
-            expand=EXPAND.kernel(device, dtype=types[0]),
-            grid=(-(-sizes.N // THREADS), 1, 1),
-            product=plain._steps_of(device, request, types, described, {}, folded, sizes),
-            addend=addend,
-        )
 
     def configure(self, device, request: Request, problem: Problem) -> Config:
         """A smaller tile than gemm's where that leaves the ranks no registers: it gives the same bits."""
@@ -215,6 +189,7 @@ class _MultiProduct(Base):
     def __init__(self, function: str, activation: str | None) -> None:
         super().__init__(function, Options(activation), {})
         self._sorted = _SortedProduct(function, self.options, self.workspaces)
+        self._base = Base(function, self.options, self.workspaces)
 
     def use(self, stack: _Stack) -> None:
         self.stack = self._sorted.stack = stack
@@ -226,20 +201,38 @@ class _MultiProduct(Base):
         checks.shape(self.function, "lora_indices", indices, (x.shape[0],), "One index a row of x.")
         if addresses[-1] % 4 or indices.strides[0] % 4:
             checks.fail(ValueError, self.function, "lora_indices", "lie on whole elements", "an array between them")
-        launch = self._sorted.prepare(device, operands[: len(ROLES)], addresses[: len(ROLES)])
-        if launch.run is None:
+        count = len(ROLES)
+        launch = self._base.prepare(device, operands[:count], addresses[:count])
+        if launch.steps is None:
             return launch
         x_row, x_col = (s // x.dtype.itemsize for s in x.strides)
         in_order = comes_in_order(device, *x.shape, addresses[0] % 16, x_row, x_col)
+        if _takes_addend(launch.steps):
+            product, in_order = self._with_addend(device, x.dtype, len(x)), True
+        else:
+            launch = self._sorted.prepare(device, operands[:count], addresses[:count])
+            product = launch.steps.run
         if not in_order:  # x is copied before out is written
             launch = replace(launch, overlaps=tuple(overlap for overlap in launch.overlaps if overlap[0] != 0))
-        return replace(launch, run=self._steps_before(device, operands, addresses, launch.run, in_order))
+        return replace(launch, steps=OwnSteps(self._steps_before(device, operands, addresses, product, in_order)))
+
+    def _with_addend(self, device, dtype, M: int) -> Callable:
+        """Return a function that makes y @ b in float32, and gives it to gemm as an addend."""
+        N, expand = self.stack.b.shape[1], EXPAND.kernel(device, dtype=dtypes.name(dtype))
+
+        def run(operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+            addend, address = self.workspace(device, (_capacity(M), N), np.dtype("float32"))
+            expand.launch((-(-N // THREADS), M, 1), (THREADS, 1, 1), (operands[-1].sort(), address))
+            x, c, out, _, bias, residual, _ = operands
+            self._base((x, c, out, addend[:M], bias, residual), alpha, ONE)
+
+        return run
 
     def _steps_before(self, device, operands: tuple, addresses: list, run, in_order: bool):
         """Return a function that groups the rows by adapter, makes y, and then runs the product."""
         x, indices, stack = operands[0], operands[-1], self.stack
         (M, K), dtype, (max_loras, slices, slot_rank, a_row) = x.shape, x.dtype, stack.a.shape
-        capacity = 1 << max(M - 1, 15).bit_length()  # few sizes of workspaces for batches of any size
+        capacity = _capacity(M)
         x_row, x_col = (s // dtype.itemsize for s in x.strides)
         is_aligned = addresses[0] % 16 == 0 and x_col == 1 and K % 8 == 0 and x_row % 8 == 0
         choices = {"dtype": dtypes.name(dtype), "is_aligned": is_aligned, "groups": M <= MOST_GROUPED}

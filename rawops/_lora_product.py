@@ -10,6 +10,7 @@ from rawops._gemm_call import ONE, Launch, OnHopper, Product
 from rawops._gemm_config import DTYPES, SWIGLU, Problem
 from rawops._gemm_operands import ROLES, Options, Request, layout_of
 from rawops._gemm_sm90_low_rank import LowRank
+from rawops._gemm_steps import OwnSteps
 from rawops._lora_config import LOW_RANK, READING, RIDING, LoraConfig, select_config, shared_bytes
 from rawops._lora_sm90 import NarrowProduct
 from rawops._runtime import checks, dtypes
@@ -47,7 +48,7 @@ class LowRankProduct(Base):
         count = len(ROLES)
         launch = self.base.prepare(device, operands[:count], addresses[:count])
         # No tensor core takes wide types without rounding: three products, the sum in their own type.
-        return launch if is_plain else replace(launch, overlaps=(), run=self._run_apart)
+        return launch if is_plain else replace(launch, overlaps=(), steps=OwnSteps(self._run_apart))
 
     def _run_apart(self, operands: tuple, *_) -> None:
         x, c, out, _, bias, residual, a, b = operands

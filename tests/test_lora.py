@@ -71,6 +71,19 @@ def test_dtypes(device, rng, dtype):
     same(device, got, references.lora_linear(**inputs, scaling=2.0).astype(inputs["x"].dtype))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_the_same_call_again(device, rng, dtype):
+    """With the same arrays, of which a plan remembers what launches they come down to."""
+    inputs = operands(rng, 5, 40, 72, 9, dtype)
+    want = references.lora_linear(**inputs, scaling=2.0).astype(inputs["x"].dtype)
+    on_device, out, zeros = put(device, inputs), device.guarded(want.shape, want.dtype), device.put(0 * want)
+    op = FusedLoRA(on_device["c"], on_device["a"], on_device["b"], 2.0)
+    for _ in range(4):
+        out[...] = zeros
+        op(on_device["x"], out=out)
+        same(device, out, want)
+
+
 @pytest.mark.parametrize("rank", [16, 24])
 def test_layouts(device, rng, rank, intermediate):
     """Row-major and column-major weights, as they come and as PEFT stores them, in every combination."""

@@ -441,6 +441,30 @@ def test_single_row(device, rng):
     np.testing.assert_array_equal(bits(device, out), bits(device, base))
 
 
+@pytest.mark.parametrize("M", [5, 70])
+def test_hopper_slices_of_k(hopper, monkeypatch, rng, M):
+    """Where gemm adds up slices of K, adapters come in as an addend; without one, gemm's bits."""
+    monkeypatch.setattr("rawops._gemm_sm90_split.slices", lambda problem, *_: 4)
+    N, K, slices = 72, 512, [(0, 33), (40, 72)]
+    x, c = (rng.standard_normal(shape).astype(np.float16) for shape in ((M, K), (K, N)))
+    residual = rng.standard_normal((M, N)).astype(np.float32)
+    on_device = [hopper.put(array) for array in (x, c, residual)]
+    op, adapters = MultiLoRA(on_device[1], 3, 20, slices=slices, activation="silu"), {}
+    poison(op)
+    for slot, ranks in enumerate([(20, 3), (None, 16)]):
+        pairs = sliced(rng, K, slices, ranks)
+        a, b = ([None if x is None else hopper.put(x) for x in side] for side in zip(*pairs, strict=True))
+        op.load(slot, a, b, 0.5)
+        adapters[slot] = (*block_matrices(K, N, slices, pairs), 0.5)
+    indices = rng.integers(-1, 3, M).astype(np.int32)
+    out = hopper.guarded((M, N), np.float16)
+    op(on_device[0], hopper.put(indices), residual=on_device[2], out=out)
+    assert ran_on_hopper(hopper, "gemm_reduce")
+    assert_close(hopper.get(out), reference(x, c, adapters, indices, activation="silu") + residual, np.float16, k=2000)
+    base = rawops.gemm(*on_device[:2], residual=on_device[2], activation="silu")
+    np.testing.assert_array_equal(bits(hopper, out)[indices % 3 == 2], bits(hopper, base)[indices % 3 == 2])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_hopper_intermediate(hopper, force, monkeypatch, rng, dtype, in_turn):
