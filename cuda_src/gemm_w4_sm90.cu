@@ -47,40 +47,50 @@ template <bool kPaired> struct StreamRing {
     __device__ StreamRing(const StreamShape& shape_, uint32_t shared)
         : shape(shape_), base(shared), barriers(shared + shape_.stages * shape_.stage_bytes) {}
     __device__ uint32_t stage(int i) const { return base + i * shape.stage_bytes; }
-    __device__ uint32_t full(int i) const { return barriers + i * 8; }
-    __device__ uint32_t empty(int i) const { return barriers + (shape.stages + i) * 8; }
-    __device__ uint32_t ready(int i) const { return kPaired ? barriers + (shape.stages * 2 + i) * 8 : full(i); }
+    __device__ uint32_t empty(int i) const { return barriers + i * 8; }
+    __device__ uint32_t ready(int i, uint32_t round) const { return empty((1 + round % 2) * shape.stages + i); }
+    __device__ uint32_t full(int i, uint32_t round) const {
+        return kPaired ? empty(3 * shape.stages + i) : ready(i, round);
+    }
 
     // By one thread; a __syncthreads() must follow.
     __device__ void init() const {
         for (int i = 0; i < shape.stages; ++i) {
-            barrier_init(full(i), 1);
             barrier_init(empty(i), shape.groups * shape.units);
-            if (kPaired) barrier_init(ready(i), 1);
+            barrier_init(ready(i, 0), 1);
+            barrier_init(ready(i, 1), 1);
+            if (kPaired) barrier_init(full(i, 0), 1);
         }
         barrier_init_fence();
     }
 };
 
-// A place in the ring; see RingPosition. `group` is of the stage, or of those behind it.
+// A place in the ring, which has come round `round` times. `group` is of the stage, or of those behind it.
+//
+// A parity tells a phase from the one before it and no more, which is enough for who passes through all stages. A
+// consumer goes straight to its next stage: nobody waits for it at those that it has no group in, nor does it wait
+// there. So even and odd rounds have a barrier `ready` each, of which a phase takes two rounds. If the next stage is at
+// most `stages` behind the last one that it had, as the host sees to, what it waits for is not mistaken:
+//   - for a later phase, since the stage is not filled again before it lets go of it;
+//   - for the phase before the last: that of two rounds ago is over, since the producer saw the stage empty after that
+//     before it filled the last one that the consumer had.
 struct StreamPosition {
     int stage = 0, group = 0;
-    uint32_t phase = 0;
+    uint32_t round = 0;
 
     __device__ void advance(int stages) {
         if (++stage == stages) {
             stage = 0;
-            phase ^= 1;
+            ++round;
         }
     }
-    // Goes on to the group's stage, and waits for it and each one on the way: a parity tells two phases apart and no
-    // more, so that a consumer may miss none.
+    // Goes on to the group's stage and waits for it.
     template <class Ring> __device__ void seek(const Ring& ring) {
         while (group >= ring.shape.groups) {
             group -= ring.shape.groups;
             advance(ring.shape.stages);
-            barrier_wait(ring.ready(stage), phase);
         }
+        barrier_wait(ring.ready(stage, round), round / 2 % 2);
     }
 };
 
@@ -92,8 +102,8 @@ __device__ inline void load_stages(const StreamMaps& maps, const Ring& ring, int
     StreamPosition slot;
 #pragma unroll 1
     for (int first = 0; first < groups; first += shape.groups) {
-        const uint32_t stage = ring.stage(slot.stage), full = ring.full(slot.stage);
-        barrier_wait(ring.empty(slot.stage), slot.phase ^ 1);
+        const uint32_t stage = ring.stage(slot.stage), full = ring.full(slot.stage, slot.round);
+        barrier_wait(ring.empty(slot.stage), slot.round % 2 ^ 1);
         barrier_arrive_expect(full, shape.box_bytes);
 #pragma unroll
         for (int part = 0; part < Tile::PARTS; ++part) {
@@ -120,7 +130,7 @@ __device__ inline void pair_tokens(const StreamRing<true>& ring, int groups, int
 #pragma unroll 1
     for (int first = 0; first < groups; first += shape.groups) {
         const uint32_t stage = ring.stage(slot.stage);
-        barrier_wait(ring.full(slot.stage), slot.phase);
+        barrier_wait(ring.full(slot.stage, slot.round), slot.round % 2);
 #pragma unroll 1
         for (int at = shape.tokens_at + lane * 16; at < end; at += AT_ONCE * kWarpSize * 16) {
             uint32_t eight[AT_ONCE][4];
@@ -134,7 +144,7 @@ __device__ inline void pair_tokens(const StreamRing<true>& ring, int groups, int
         }
         fence_async_proxy();
         __syncwarp();
-        if (lane == 0) barrier_arrive(ring.ready(slot.stage));
+        if (lane == 0) barrier_arrive(ring.ready(slot.stage, slot.round));
         slot.advance(shape.stages);
     }
 }
@@ -234,7 +244,6 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     int group = warp % shape.slices;
     StreamPosition slot;
     slot.group = group;
-    if (groups > 0) barrier_wait(ring.ready(0), 0);
     typename Tile::Accumulators acc = {};
 #pragma unroll 1
     for (; group < groups; group += shape.slices) {

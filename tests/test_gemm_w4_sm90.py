@@ -10,6 +10,7 @@ from packed_weights import Weights, integers, same
 import rawops
 from rawops import _gemm_w4_gemv as direct
 from rawops import _gemm_w4_sm90 as streamed
+from rawops._emulator.machine import Machine
 from rawops._gemm_w4_sm90 import select_config
 from rawops.testing import references, tolerances
 
@@ -82,6 +83,40 @@ def test_any_order_of_completion(rng, M, N, seed):
         assert KERNEL in emu.report[0].kernel
     for other in results[1:]:
         np.testing.assert_array_equal(results[0].view(np.uint32), other.view(np.uint32))
+
+
+@pytest.mark.parametrize("units", [1, 99])
+@pytest.mark.parametrize("slow", [0, 9])
+def test_a_warp_that_stands_still(rng, monkeypatch, slow, units):
+    """One warp goes on only where no other one can; what it passes has been filled twice by then."""
+    end_of_block = Machine._end_of_block
+
+    def let_others_go_on(self, *where):
+        fronts = end_of_block(self, *where)
+        self._poll()
+        return fronts
+
+    def choose(self):
+        others = [key for key in self._fronts if key[0] != slow]
+        if not others and self._poll():
+            others = [key for key in self._fronts if key[0] != slow]
+        return min(others or self._fronts)
+
+    monkeypatch.setattr(Machine, "_end_of_block", let_others_go_on)
+    monkeypatch.setattr(Machine, "_choose", choose)
+    monkeypatch.setattr(streamed, "_SHARED", units)
+    K = 128 * 92
+    config = select_config(16, K, 1, (2, 0), 132, 227 * 1024)
+    assert slow < config.slices
+    assert config.slices > config.groups, "a warp has no group in some stages"
+    assert 2 * config.stages * config.groups < K // 128
+    a = integers(rng, (12, K))
+    q, scale = rng.integers(0, 256, (16, K // 2), np.uint8), np.ones((K // 128, 16), np.float16)
+    with rawops.emulate(arch="sm_90a", completion="random", seed=0) as emu:
+        got = rawops.gemm(a, q.T, scale_b=scale, b_dtype="int4", out_dtype="float32")
+    assert KERNEL in emu.report[0].kernel
+    weights = np.stack([(q & 15 ^ 8) - 8.0, (q >> 4 ^ 8) - 8.0], -1).reshape(16, K)
+    np.testing.assert_array_equal(got, a.astype(float) @ weights.T)
 
 
 @pytest.mark.parametrize("units, N", [(1, 64), (99, 96)])
@@ -160,6 +195,9 @@ def test_configurations():
         assert config.threads <= 608
         assert config.shared_bytes <= 227 * 1024
         assert config.units * 32 <= 256
+    for slices, units in itertools.product(range(1, 18), range(1, 9)):
+        if slices * units <= 17 and (config := streamed._with_ring(slices, units, 1, 1, (2, 0), 227 * 1024)):
+            assert slices <= config.groups * streamed._MIN_STAGES, "a warp's next group is past the ring"
     config = select_config(28672, 4096, 1, (2, 0), 132, 227 * 1024)
     assert (config.blocks, config.units, config.slices) == (128, 7, 2)
     splits = [direct.select_config(N, 132).split for N in (16, 4096, 8192, 10240, 28672)]
