@@ -3,7 +3,7 @@
 //
 //   warpgroup 0, one thread   TMA: tokens, weights, scales --> ring of stages        waits for `empty`, ends `full`
 //   the other warpgroups      ring --> registers --> wgmma --> part * scale --> sum  wait for `full`, end `empty`
-//                             sum --> slab of shared memory --> epilogue --> D
+//                             sum --> shared memory (WideFinish) --> epilogue --> D
 //
 // A consumer has a unit of 64 columns, and every SLICES-th stage; of a gated tile, half of the units have columns of
 // the gate and the other half those of up. While the tensor cores work on one section of K, it dequantises the next.

@@ -108,7 +108,7 @@ class Slices:
 class Product:
     """A product with fixed options, called with arrays in the order of `roles`.
 
-    lora.py derives one that adds a low-rank part in the same kernel: see `hopper`, `configure` and `kernel`.
+    _lora_product.py derives one that adds a low-rank part in the same kernel: see `hopper`, `configure` and `kernel`.
 
     Parameters
     ----------
@@ -258,12 +258,12 @@ class Product:
         """Return the product on Hopper's own kernel, None where another one is to take it."""
         if self.options.split_k is not None:
             return None
-        split = self._split_on_hopper(request, described, shape)
+        split = self._split_on_hopper(described, shape)
         if split is None and _gemm_sm90.supports(*described):
             return OnHopper(_gemm_sm90.plan(*described), shape)
         return split
 
-    def _split_on_hopper(self, request: Request, described: tuple, shape: bytes) -> SplitK | None:
+    def _split_on_hopper(self, described: tuple, shape: bytes) -> SplitK | None:
         """Return the product in slices of K, where they make it faster."""
         device, operands, M, N, K, _, activation = described
         if not _gemm_sm90.SM90.exists_on(device.capability) or operands["a"].itemsize != 2:

@@ -118,9 +118,8 @@ class Config:
     """A tile `block_m` x `block_n` of a @ b and its ring, the order of tiles, and what that costs.
 
     The blocks of a cluster share a tile, each a slice of K. `pairs`: two blocks take tiles below each other and load b
-    once for both. `rides`: the columns of lora_a go along the K loop;
-    otherwise `beside` blocks of another launch make x @ a, if wanted. Blocks that run at the same time work on
-    `raster_rows` rows of tiles, to share operands in the L2.
+    once for both. `rides`: the columns of lora_a go along the K loop; otherwise `beside` blocks of another launch make
+    x @ a, if wanted. Blocks that run at the same time work on `raster_rows` rows of tiles, to share operands in the L2.
     """
 
     block_m: int

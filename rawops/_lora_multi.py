@@ -137,7 +137,7 @@ def _capacity(M: int) -> int:
 
 
 class _SortedProduct(Base):
-    """x @ c on sorted rows with the low-rank part beside it; the last operand is a `_Before`."""
+    """x @ c, on rows sorted or as they come, with the low-rank part beside it; the last operand is a `_Before`."""
 
     is_plain = False  # to the checks of Product
     stack: _Stack
@@ -292,10 +292,9 @@ class MultiLoRA:
 
     One launch sorts the rows by adapter and makes ``x @ a`` on tensor cores (two launches for more than 256 rows; up to
     64 rows stay as they are on Hopper, where the GEMM does not wait for it, or makes ``x @ a`` itself, if adapters and
-    ranks are few). The next is the GEMM, whose tiles take in
-    ``b`` once for all their rows of an adapter: segments of rows as in Punica's SGMV (arXiv:2310.18547), where a row
-    alone is a segment of one. Nothing synchronises, and the grid does not depend on lora_indices: a captured call may
-    be replayed with others.
+    ranks are few). The next is the GEMM, whose tiles take in ``b`` once for all their rows of an adapter: segments of
+    rows as in Punica's SGMV (arXiv:2310.18547), where a row alone is a segment of one. Nothing synchronises, and the
+    grid does not depend on lora_indices: a captured call may be replayed with others.
 
     Parameters
     ----------

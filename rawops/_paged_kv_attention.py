@@ -159,7 +159,7 @@ class Options:
     parts : bool
         Leave partial results.
     beside : bool
-        The launch has SMs together with the other one of a cascade.
+        One launch is to read the common keys of a cascade and the rest.
     """
 
     scale: float | None  # 1 / sqrt(head_dim)

@@ -396,7 +396,7 @@ class PagedKVCache:
         return cascade_sm90.saves(len(batch.names), rows, pages * self.pages[:1].nbytes, beside)
 
     def _overlaps(self, batch: Batch, common: int, q) -> bool:
-        """Tell whether launches for a common prefix and for the rest go at the same time, as far as is known here."""
+        """Tell whether one launch reads a common prefix and the rest, as far as is known here."""
         own = [self._allocator[name].length - common for name in batch.names]
         sizes = self.num_kv_heads, self.head_dim, cascade_sm90.rows_of(q, self.num_kv_heads)
         return self.k_scale is None and cascade_sm90.overlaps(self._device, own, *sizes)

@@ -11,12 +11,12 @@ from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 
-MIN_ROWS = 16  # queries x heads of a group, from where they are worth a launch of their own
+MIN_ROWS = 16  # queries x heads of a group, from where it pays that one launch reads both
 _TOKENS, _ROWS = 64, 8  # of a stage, and of a tile of queries
-# What the L2 moves in the time that a cascade adds: launches at the same time, or one after the other.
+# What the L2 moves in the time that a cascade adds: both in one launch, or one launch after the other.
 TOGETHER_BYTES, APART_BYTES = 16 << 20, 256 << 20
 _CACHE_SPEED = 1.3  # of the L2 over the memory, from where rows of queries read shared pages again
-_SHORT = 512  # tokens, which are through before the launch for the common ones
+_SHORT = 512  # tokens, which are through before the common ones
 _LOG2_E = 1.4426950408889634
 STAGES = {64: 6, 128: 3}  # of what sequences have of their own, by head_dim
 _JOINING = 256  # threads

@@ -6,7 +6,7 @@ import threading
 
 
 class Workspace:
-    """Where blocks leave partial results and count their arrivals; grows as needed, calls that share it are in order.
+    """Where blocks leave partial results and count what they take; grows as needed, calls that share it are in order.
 
     `shares` and `zeros` are 0 between launches: each launch leaves them so. What was given out stays allocated, since
     a captured graph may use it.

@@ -115,7 +115,7 @@ class BSRMatrix:
             checks.fail(ValueError, function, name, "have no block twice", "a block twice")
         bits = f"uint{8 * data.itemsize}"
         data = xp.ascontiguousarray(data) if data.dtype.kind != "c" else data
-        data = _gathered(xp, data, order, bits)
+        data = _gathered(data, order, bits)
         kept = Blocks(data, col[order].astype(np.int32), formats.pointers(xp, row, grid[0]).astype(np.int32), shape)
         return cls(device, kept, data.size)
 
@@ -236,6 +236,6 @@ def _grid(function: str, shape, block: int) -> tuple[int, int]:
     return shape[0] // block, shape[1] // block
 
 
-def _gathered(xp, data: Any, order, bits: str):
+def _gathered(data: Any, order, bits: str):
     """Return blocks in another order, a copy."""
     return data.view(bits)[order].view(data.dtype) if bits in ("uint16", "uint32", "uint64") else data[order]

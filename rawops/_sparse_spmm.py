@@ -169,7 +169,7 @@ class Dense:
         """How many parts of the sums of squares `run_columns` leaves. The first call synchronises."""
         layout = self._column_layout(x)
         _, _, splits = self._apart(layout.longest, layout.split)
-        return self._blocks(layout, x) + splits.shape[0]
+        return self._blocks(layout) + splits.shape[0]
 
     def _layout(self, x) -> Layout:
         mean = self.rows.nnz / self.rows.shape[0]
@@ -188,7 +188,7 @@ class Dense:
         rows_a_team = power_of_two(self._row_blocks(layout) / most, 1, _COLUMN_ROWS)
         return replace(layout, rows_a_team=max(layout.rows_a_team, rows_a_team))
 
-    def _blocks(self, layout: Layout, x) -> int:
+    def _blocks(self, layout: Layout) -> int:
         listed, segments, _ = self._apart(layout.longest, layout.split)
         at_once = _THREADS // (layout.lanes * layout.share) * layout.rows_a_team
         return segments.shape[0] + -(-listed.size // (_THREADS // _WARP)) + -(-self.rows.shape[0] // at_once)
@@ -205,7 +205,7 @@ class Dense:
         shape = DENSE.pack(*strides_of(x, y), columns, is_vector_y)
         sizes = segments.shape[0], splits.shape[0], listed.size, layout.longest, layout.rows_a_team, step
         plan = PLAN.pack(*map(self.device.pointer, (segments, splits, *workspace, listed)), *sizes)
-        kernel.launch((self._blocks(layout, x), tiles, 1), (_THREADS, 1, 1), (call, shape, plan), early=early)
+        kernel.launch((self._blocks(layout), tiles, 1), (_THREADS, 1, 1), (call, shape, plan), early=early)
 
     def _alignment(self, x) -> int:
         """Return a divisor, in bytes, of where the rows of x begin; that of an element where columns are apart."""
