@@ -308,6 +308,17 @@ def block_matrices(K, N, slices, pairs) -> tuple[np.ndarray, np.ndarray]:
     return a, b
 
 
+def load_sliced(device, rng, op, ranks) -> dict:
+    """Load the first slots, of each slot its ranks slice by slice; return adapters that do the same in one piece."""
+    (K, N), adapters = op.c.shape, {}
+    for slot, of_slot in enumerate(ranks):
+        pairs = sliced(rng, K, op.slices, of_slot)
+        a, b = ([None if x is None else device.put(x) for x in side] for side in zip(*pairs, strict=True))
+        op.load(slot, a, b, 0.5)
+        adapters[slot] = (*block_matrices(K, N, op.slices, pairs), 0.5)
+    return adapters
+
+
 SLICES = {
     "query, key, value": ([(0, 48), (48, 64), (64, 80)], [(16, 16, 16), (5, None, 20), (None, 1, 0)]),
     "odd borders, gaps, any order": ([(61, 79), (3, 30)], [(4, 17), (2, 2), (20, None)]),
@@ -404,12 +415,8 @@ def test_hopper_tiles(hopper, force, monkeypatch, rng, block_m, block_n, cluster
     M, N, K, slices = block_m + 20, block_n + 72, 136, [(0, block_n - 9), (block_n - 9, block_n + 30)]
     x, c = integers(rng, (M, K)), integers(rng, (K, N))
     weight = hopper.put(c) if order == "C" else hopper.put(c.T.copy()).T
-    op, adapters = MultiLoRA(weight, 4, 20, slices=slices), {}
-    for slot, ranks in enumerate([(16, 5), (20, None), (None, 3)]):
-        pairs = sliced(rng, K, slices, ranks)
-        a, b = ([None if x is None else hopper.put(x) for x in side] for side in zip(*pairs, strict=True))
-        op.load(slot, a, b, 0.5)
-        adapters[slot] = (*block_matrices(K, N, slices, pairs), 0.5)
+    op = MultiLoRA(weight, 4, 20, slices=slices)
+    adapters = load_sliced(hopper, rng, op, [(16, 5), (20, None), (None, 3)])
     indices = rng.integers(-1, 4, M).astype(np.int32)
     out = hopper.guarded((M, N), np.float16)
     op(hopper.put(x), hopper.put(indices), out=out)
@@ -423,13 +430,9 @@ def test_single_row(device, rng):
     x, c = rng.standard_normal((1, K)).astype(np.float16), rng.standard_normal((N, K)).astype(np.float16).T
     weight = device.put(c.T.copy()).T
     residual = rng.standard_normal((1, N)).astype(np.float32)
-    op, adapters = MultiLoRA(weight, 3, 20, slices=slices, activation="silu"), {}
+    op = MultiLoRA(weight, 3, 20, slices=slices, activation="silu")
     poison(op)
-    for slot, ranks in enumerate([(20, 3), (None, 16)]):
-        pairs = sliced(rng, K, slices, ranks)
-        a, b = ([None if x is None else device.put(x) for x in side] for side in zip(*pairs, strict=True))
-        op.load(slot, a, b, 0.5)
-        adapters[slot] = (*block_matrices(K, N, slices, pairs), 0.5)
+    adapters = load_sliced(device, rng, op, [(20, 3), (None, 16)])
     for index in (0, 1, 2, -1):
         out = device.guarded((1, N), np.float16)
         indices = np.array([index], np.int32)
@@ -449,13 +452,9 @@ def test_hopper_slices_of_k(hopper, monkeypatch, rng, M):
     x, c = (rng.standard_normal(shape).astype(np.float16) for shape in ((M, K), (K, N)))
     residual = rng.standard_normal((M, N)).astype(np.float32)
     on_device = [hopper.put(array) for array in (x, c, residual)]
-    op, adapters = MultiLoRA(on_device[1], 3, 20, slices=slices, activation="silu"), {}
+    op = MultiLoRA(on_device[1], 3, 20, slices=slices, activation="silu")
     poison(op)
-    for slot, ranks in enumerate([(20, 3), (None, 16)]):
-        pairs = sliced(rng, K, slices, ranks)
-        a, b = ([None if x is None else hopper.put(x) for x in side] for side in zip(*pairs, strict=True))
-        op.load(slot, a, b, 0.5)
-        adapters[slot] = (*block_matrices(K, N, slices, pairs), 0.5)
+    adapters = load_sliced(hopper, rng, op, [(20, 3), (None, 16)])
     indices = rng.integers(-1, 3, M).astype(np.int32)
     out = hopper.guarded((M, N), np.float16)
     op(on_device[0], hopper.put(indices), residual=on_device[2], out=out)
