@@ -265,23 +265,17 @@ class Product:
 
     def _split_on_hopper(self, described: tuple, shape: bytes) -> SplitK | None:
         """Return the product in slices of K, where they make it faster."""
-        device, operands, M, N, K, _, activation = described
-        if not _gemm_sm90.SM90.exists_on(device.capability) or operands["a"].itemsize != 2:
-            return None
-        problem = _gemm_sm90.describe_problem(*described[1:])
-        if problem is None:
-            return None
-        limits = device.sm_count, device.max_shared_bytes
-        cost = _gemm_sm90.select_config(problem, *limits).cost
-        count = _gemm_sm90_split.slices(problem, cost, *limits)
+        count = _gemm_sm90_split.slices_of(*described)
         if count == 1:
             return None
+        device, operands, M, N, K, _, activation = described
+        cols = N // 2 if self.options.activation == "swiglu" else N
         parts, extents, sums, parts_shape = _gemm_sm90_split.describe(operands, count, M, N, K)
         partial = _gemm_sm90.plan(device, parts, M, N, K // count, extents, 0)
         dtype = operands["a"].dtype
         return SplitK(
             partial=OnHopper(partial, parts_shape),
-            **reduction(device, dtype, operands["out"].dtype, activation, -(-problem.N // 4) * M, count),
+            **reduction(device, dtype, operands["out"].dtype, activation, -(-cols // 4) * M, count),
             shape=shape,
             slices=sums,
             workspace=functools.partial(self.workspace, device, sums, dtypes.numpy("float32")),

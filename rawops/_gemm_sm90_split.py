@@ -15,6 +15,17 @@ _COST_OF_REDUCE = 900
 _L2_BYTES = 6000
 
 
+def slices_of(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int) -> int:
+    """Return over how many slices of K a product runs on Hopper's kernel: 1 if it is not split, or runs elsewhere."""
+    if not _gemm_sm90.SM90.exists_on(device.capability) or operands["a"].itemsize != 2:
+        return 1
+    problem = _gemm_sm90.describe_problem(operands, M, N, K, extents, activation)
+    if problem is None:
+        return 1
+    limits = device.sm_count, device.max_shared_bytes
+    return slices(problem, _gemm_sm90.select_config(problem, *limits).cost, *limits)
+
+
 def slices(problem: Problem, cost: int, sm_count: int, max_shared_bytes: int) -> int:
     """Return over how many slices of K to split a product that costs `cost` as it is: 1 if none pays; pure arithmetic.
 

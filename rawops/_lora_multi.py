@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rawops import _gemm_sm90, _lora_beside, config
+from rawops import _gemm_sm90, _gemm_sm90_split, _lora_beside, config
 from rawops._gemm_call import ONE, Launch, OnHopper
 from rawops._gemm_config import Config, Problem
 from rawops._gemm_operands import (
@@ -21,9 +21,10 @@ from rawops._gemm_operands import (
     check_addend,
     check_bias,
     check_given,
+    layout_of,
 )
 from rawops._gemm_repack import Repacked
-from rawops._gemm_steps import OneKernel, OwnSteps, SplitK
+from rawops._gemm_steps import OwnSteps
 from rawops._lora_multi_config import (
     ADAPTERS,
     DTYPES,
@@ -123,12 +124,14 @@ class _Before:
     beside: tuple[int, int, int, int]
 
 
-def _takes_addend(steps) -> bool:
-    """Tell whether adapters cannot ride with what gemm does: stream b past a single row, or slices of K on Hopper."""
-    product = steps.product if isinstance(steps, Repacked) else steps
-    if isinstance(product, SplitK):
-        return isinstance(product.partial, OnHopper)
-    return isinstance(product, OneKernel) and product.early
+_BY_ADDEND = object()  # steps: gemm has a kernel that no adapters ride on, and y @ b goes into it as an addend
+
+
+def _is_streamed(described: dict, sizes: Sizes) -> bool:
+    """Tell whether gemm would stream b past a single row of a, see Product."""
+    a, b = described["a"], described["b"]
+    _, access_a = layout_of(a, 1, sizes.K, a.row, a.col, 0)
+    return access_a == 16 and layout_of(b, sizes.N, sizes.K, b.col, b.row, sizes.gate) == (True, 16)
 
 
 def _capacity(M: int) -> int:
@@ -143,9 +146,13 @@ class _SortedProduct(Base):
     stack: _Stack
 
     def _steps_of(self, device, request: Request, types, described: dict, further: dict, folded, sizes: Sizes):
+        if sizes.M == 1 and _is_streamed(described, sizes):
+            return _BY_ADDEND
         steps = super()._steps_of(device, request, types, described, further, folded, sizes)
         if not isinstance(steps, Repacked):
             return steps
+        if steps.product is _BY_ADDEND:
+            return _BY_ADDEND
         # x needs no copy but the sorted one.
         copies = {index: copy for index, copy in steps.copies.items() if index != ROLES.index("a")}
         if not copies:
@@ -161,7 +168,9 @@ class _SortedProduct(Base):
         tiles = LIGHT_TILES.get(problem.kind, (config.tile,))
         return config if config.tile in tiles else replace(config, tile=tiles[0])
 
-    def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
+    def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> object:
+        if _gemm_sm90_split.slices_of(*described) > 1:
+            return _BY_ADDEND
         if not _gemm_sm90.supports(*described):
             return None
         device, inputs, M, _, K, _, _ = described
@@ -202,15 +211,14 @@ class _MultiProduct(Base):
         if addresses[-1] % 4 or indices.strides[0] % 4:
             checks.fail(ValueError, self.function, "lora_indices", "lie on whole elements", "an array between them")
         count = len(ROLES)
-        launch = self._base.prepare(device, operands[:count], addresses[:count])
+        launch = self._sorted.prepare(device, operands[:count], addresses[:count])
         if launch.steps is None:
             return launch
         x_row, x_col = (s // x.dtype.itemsize for s in x.strides)
         in_order = comes_in_order(device, *x.shape, addresses[0] % 16, x_row, x_col)
-        if _takes_addend(launch.steps):
+        if launch.steps is _BY_ADDEND:
             product, in_order = self._with_addend(device, x.dtype, len(x)), True
         else:
-            launch = self._sorted.prepare(device, operands[:count], addresses[:count])
             product = launch.steps.run
         if not in_order:  # x is copied before out is written
             launch = replace(launch, overlaps=tuple(overlap for overlap in launch.overlaps if overlap[0] != 0))
