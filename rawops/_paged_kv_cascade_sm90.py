@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,7 +93,7 @@ def saves(sequences: int, rows: int, shared_bytes: int, together: bool) -> bool:
 class Launch:
     """A call whose shapes, strides and options are known: all but the addresses."""
 
-    functions: tuple[Function, Function]  # blocks alone and in pairs
+    function: Callable[[int], Function]  # by how many blocks work together
     join: Function
     items: int
     joined: int
@@ -114,7 +115,7 @@ class Launch:
         )
         arguments = (maps + self.maps(q, pages, pages + self.value_bytes), common, packed, section, taken)
         blocks = max(min(max(tiles, self.items), device.sm_count) // cluster, 1) * cluster
-        self.functions[cluster - 1].launch((blocks, 1, 1), (512, 1, 1), arguments, self.shared_bytes, True)
+        self.function(cluster).launch((blocks, 1, 1), (512, 1, 1), arguments, self.shared_bytes, True)
         self.join.launch((self.joined, 1, 1), (_JOINING, 1, 1), (packed,), 0, True)
 
 
@@ -131,7 +132,7 @@ def plan(device, pool: Pool, q, out_strides: list, scale: float, skipped: int) -
     queries = hopper.View((1, *q.shape), (0, q_row, q_head, 1), 0)
     describe = hopper.pages_map(dtype, pool, view, head_dim, _TOKENS, 128)
     return Launch(
-        functions=tuple(KERNEL.kernel(device, **choices, **sizes, cluster=cluster) for cluster in (1, 2)),
+        function=functools.cache(lambda cluster: KERNEL.kernel(device, **choices, **sizes, cluster=cluster)),
         join=JOIN.kernel(device, **choices),
         items=pool.batch * pool.num_heads,
         joined=-(-pool.batch * q.shape[1] * head_dim // (4 * _JOINING)),
