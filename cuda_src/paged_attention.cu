@@ -307,7 +307,7 @@ private:
         for (int tile = mine - TURNS;;) {
             refill();
             if (tile < mine) {  // the copies have started, and take longer than this
-                shares = schedule.shares(params.work, place, done);
+                shares = schedule.shares(place, done);
                 share_query();
             }
             tile += TURNS;

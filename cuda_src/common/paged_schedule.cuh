@@ -184,7 +184,7 @@ public:
     __device__ bool splits_items() const { return splits > 0; }
 
     // Of the item of a place that is `done` tiles into the range.
-    __device__ Shares shares(const PagedWork& work, const Place<TOKENS, kRagged>& place, int done) const {
+    __device__ Shares shares(const Place<TOKENS, kRagged>& place, int done) const {
         if (splits) return {flat, splits, 2 * flat};
         const int item_begin = flat + done - place.tile;
         int owners[2];
