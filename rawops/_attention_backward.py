@@ -206,10 +206,8 @@ def _check_apart(function: str, device, named: dict) -> None:
 
 def _reach(device, x) -> tuple[int, int]:
     """Return the addresses that an array begins at and ends before."""
-    spans = [step * (extent - 1) for step, extent in zip(x.strides, x.shape, strict=True)]
-    address = device.pointer(x)
-    low, high = sum(min(span, 0) for span in spans), sum(max(span, 0) for span in spans)
-    return address + low, address + high + x.dtype.itemsize
+    address, (low, high) = device.pointer(x), arrays.span(x)
+    return address + low, address + high
 
 
 def _run(call: _Call) -> None:

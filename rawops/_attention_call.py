@@ -31,7 +31,6 @@ from rawops._attention_operands import (
     scale_strides,
     shape_fields,
     sizes_of,
-    span,
     strides_of,
 )
 from rawops._runtime import arrays, checks, dtypes
@@ -109,8 +108,8 @@ def _overlaps(operands: tuple) -> tuple:
     out = operands[_OUT]
     if out is None or out.size == 0:
         return ()
-    low, high = span(out)
-    spans = ((i, *span(x)) for i, x in enumerate(operands) if i != _OUT and x is not None and x.size)
+    low, high = arrays.span(out)
+    spans = ((i, *arrays.span(x)) for i, x in enumerate(operands) if i != _OUT and x is not None and x.size)
     return tuple((i, low - last, high - first) for i, first, last in spans)
 
 

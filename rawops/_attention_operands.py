@@ -241,12 +241,6 @@ def dense(shape: tuple[int, ...], axes: tuple[int | None, ...]) -> tuple[int, ..
     return tuple(0 if axis is None else math.prod(shape[axis + 1 :]) for axis in axes)
 
 
-def span(x) -> tuple[int, int]:
-    """First byte of an array and the one past its last, from its address."""
-    steps = [(extent - 1) * s for extent, s in zip(x.shape, x.strides, strict=True)]
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize
-
-
 # --- what the kernels are told --------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from rawops import _gemm_sm90
 from rawops._gemm_config import CALL, REDUCE_THREADS
 from rawops._gemm_operands import ROLES, Request
+from rawops._runtime import arrays
 from rawops._runtime.kernel import Function
 
 _OUT = ROLES.index("out")
@@ -171,18 +172,12 @@ def overlaps(request: Request) -> tuple:
     out = request.arrays["out"]
     if out is None:
         return ()
-    out_low, out_high = _span(out)
+    out_low, out_high = arrays.span(out)
     found = []
     for index, (role, x) in enumerate(request.arrays.items()):
         if role == "out" or x is None or x.size == 0:
             continue
-        low, high = _span(x)
+        low, high = arrays.span(x)
         same = x.shape == out.shape and x.strides == out.strides and x.dtype == out.dtype
         found.append((index, out_low - high, out_high - low, 0 if same and role in _IN_PLACE else None))
     return tuple(found)
-
-
-def _span(x) -> tuple[int, int]:
-    """First byte of an array and the one past its last, from its address."""
-    steps = [(extent - 1) * s for extent, s in zip(x.shape, x.strides, strict=True)]
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize

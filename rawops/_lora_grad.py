@@ -130,13 +130,13 @@ def _check(dout, x, c, a, b, outs) -> None:
 
 
 def _overlaps(device, out, inputs: tuple) -> bool:
-    def span(array) -> tuple[int, int]:
-        steps = [(extent - 1) * s for extent, s in zip(array.shape, array.strides, strict=True)]
-        first = device.pointer(array) + sum(s for s in steps if s < 0)
-        return first, first + sum(abs(s) for s in steps) + array.dtype.itemsize
-
-    low, high = span(out)
-    return any(out.size and x.size and low < span(x)[1] and span(x)[0] < high for x in inputs)
+    low, high = arrays.span(out)
+    for x in inputs:
+        first, last = arrays.span(x)
+        distance = device.pointer(x) - device.pointer(out)
+        if out.size and x.size and low - last < distance < high - first:
+            return True
+    return False
 
 
 @functools.lru_cache(maxsize=256)

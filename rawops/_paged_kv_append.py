@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawops import config
-from rawops._paged_kv_call import Op, Plan, check_vector, contiguous, in_order, keep_apart, to_host
+from rawops._paged_kv_call import Plan, check_vector, contiguous, in_order, to_host
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, describe, scale_strides
 from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.call import Op, keep_apart
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 _THREADS = 128

@@ -8,11 +8,12 @@ import math
 from dataclasses import dataclass
 
 from rawops import _paged_kv_cascade_sm90, _paged_kv_prefill, config
-from rawops._paged_kv_call import Op, Plan, check_vector, contiguous, in_order, keep_apart
+from rawops._paged_kv_call import Plan, check_vector, contiguous, in_order
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, check_pages, check_rows, describe, scale_strides
 from rawops._paged_kv_prefill import NO_PARTS, Parts
 from rawops._paged_kv_workspace import Workspace, workspace_of_stream
 from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.call import Op, keep_apart
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)

@@ -116,6 +116,12 @@ def device_of(function: str, **named) -> devices.Device:
     return found
 
 
+def span(x) -> tuple[int, int]:
+    """Return where an array's memory begins and ends, in bytes from the address of its first element."""
+    steps = [(extent - 1) * s for extent, s in zip(x.shape, x.strides, strict=True)]
+    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize
+
+
 def current_device(function: str) -> devices.Device:
     """Return the device of a call without arrays: the active emulator, or CuPy's current GPU."""
     return devices.emulated() or devices.cuda(cupy_or_raise(function).cuda.runtime.getDevice())

@@ -1,0 +1,103 @@
+"""Calls of an op that share plans: arrays converted, planned once a kind of call, overlaps looked for each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rawops._runtime import arrays, checks
+
+_MAX_PLANS = 256
+
+
+class Op:
+    """An op whose calls share plans.
+
+    Parameters
+    ----------
+    names : tuple of str
+        Of the arrays, in the order of the call.
+    required : int
+        How many of them, from the first, must be given.
+    prepare : callable
+        Takes the function's name, the arrays, their addresses and the options; returns a plan, which has a `device`
+        and `apart`: pairs of operands that must not share memory, see `keep_apart`.
+    """
+
+    def __init__(self, names: tuple[str, ...], required: int, prepare: Callable[..., Any]) -> None:
+        self.names, self.required, self.prepare = names, required, prepare
+        self._plans: dict[tuple, Any] = {}
+        self._last: tuple = (None, None, None, None)
+
+    def resolve(self, function: str, operands: tuple, options: tuple) -> tuple[Any, tuple, list, Callable | None]:
+        """Return the plan, the arrays as CuPy's or NumPy's, their addresses, and what converts a result back."""
+        found = arrays.signature(operands)
+        if found is None:
+            return self._convert(function, operands, options)
+        key, addresses = found  # all that the plan depends on, with the options
+        last_key, last_function, last_options, plan = self._last
+        if key != last_key or function != last_function or options != last_options:
+            plan = self._plan_of(function, operands, addresses, options, (*key, function, options))
+            self._last = key, function, options, plan
+        if plan.apart:
+            self._check_apart(function, plan, addresses)
+        return plan, operands, addresses, None
+
+    def _plan_of(self, function: str, operands: tuple, addresses: list, options: tuple, key: tuple):
+        plan = self._plans.get(key)
+        if plan is None:
+            self._check_given(function, operands)
+            plan = self.prepare(function, operands, addresses, options)
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _convert(self, function: str, operands: tuple, options: tuple) -> tuple:
+        self._check_given(function, operands)
+        taken, give = arrays.take(function, **dict(zip(self.names, operands, strict=True)))
+        device = arrays.device_of(function, **dict(zip(self.names, taken, strict=True)))
+        operands, addresses = tuple(taken), [device.pointer(x) for x in taken]
+        plan = self.prepare(function, operands, addresses, options)
+        self._check_apart(function, plan, addresses)
+        return plan, operands, addresses, give
+
+    def _check_given(self, function: str, operands: tuple) -> None:
+        for name, x in zip(self.names[: self.required], operands, strict=False):
+            if x is None:
+                checks.fail(TypeError, function, name, "be an array", "None")
+
+    def _check_apart(self, function: str, plan, addresses: list) -> None:
+        for written, other, low, high, allowed in plan.apart:
+            distance = addresses[other] - addresses[written]
+            if low < distance < high and not (allowed and distance == 0):
+                names = self.names[written], self.names[other]
+                hint = "Pass a copy of one of them."
+                checks.fail(ValueError, function, names[0], f"not overlap {names[1]}", f"{distance} bytes apart", hint)
+
+
+def keep_apart(operands: tuple, written: int, others: tuple[int, ...], same: int | None = None) -> tuple:
+    """List between which distances each other operand would share memory with a written one.
+
+    Parameters
+    ----------
+    operands : tuple of array or None
+    written : int
+        Index of what is written.
+    others : tuple of int
+        Indices of what must not lie there.
+    same : int, optional
+        The one of them that may be exactly the written array.
+    """
+    target = operands[written]
+    if target is None or target.size == 0:
+        return ()
+    low, high = arrays.span(target)
+    found = []
+    for index in others:
+        x = operands[index]
+        if x is None or x.size == 0:
+            continue
+        x_low, x_high = arrays.span(x)
+        found.append((written, index, low - x_high, high - x_low, index == same and x.strides == target.strides))
+    return tuple(found)
