@@ -60,6 +60,7 @@ def checked(function: str, options: Options) -> Options:
     softcap = _finite(function, "softcap", options.softcap)
     if softcap < 0:
         checks.fail(ValueError, function, "softcap", "be 0 (no cap) or positive", softcap)
+    scale = in_float32(function, scale, softcap)
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
         checks.fail(TypeError, function, "window", "be a pair (left, right)", repr(window), "None is unlimited.")
     hint = "None is unlimited; causal=True hides what comes after."
@@ -72,6 +73,17 @@ def checked(function: str, options: Options) -> Options:
     return_lse = checks.flag(function, "return_lse", options.return_lse)
     dropout_p = checked_probability(function, options.dropout_p)
     return Options(causal, scale, tuple(bounds), softcap, splits, return_lse, dropout_p)
+
+
+def in_float32(function: str, softmax_scale: float | None, softcap: float) -> float | None:
+    """Return the scale, 0 for what float32 would make of it, or raise where it or the softcap is too large for that."""
+    scale = 1.0 if softmax_scale is None else softmax_scale
+    if max(map(abs, score_scales(scale, softcap))) >= 2.0**128:
+        rule = "fit float32 when multiplied by log2(e)"
+        if softcap:
+            checks.fail(ValueError, function, "softcap", f"{rule}, as must softmax_scale / softcap", softcap)
+        checks.fail(ValueError, function, "softmax_scale", rule, scale)
+    return 0.0 if abs(scale) < 2.0**-126 else softmax_scale
 
 
 def _finite(function: str, name: str, value) -> float:

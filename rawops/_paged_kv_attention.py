@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from rawops import _paged_kv_cascade_sm90, _paged_kv_prefill, config
+from rawops._attention_operands import in_float32
 from rawops._paged_kv_call import Plan, check_vector, contiguous, in_order
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, check_pages, check_rows, describe, scale_strides
 from rawops._paged_kv_prefill import NO_PARTS, Parts
@@ -330,6 +331,7 @@ def _checked_options(function: str, causal, softmax_scale, window, softcap, num_
         softmax_scale = checks.number(function, "softmax_scale", softmax_scale)
         if not math.isfinite(softmax_scale):
             checks.fail(ValueError, function, "softmax_scale", "be finite", softmax_scale)
+    softmax_scale = in_float32(function, softmax_scale, softcap)
     is_causal = checks.flag(function, "causal", causal)
     return Options(softmax_scale, softcap, (left, 0 if is_causal else right), num_splits or 0)
 

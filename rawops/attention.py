@@ -69,7 +69,7 @@ def flash_attention(
     causal : bool
         Query i sees keys up to ``i + seqlen_k - seqlen_q``: the last query sees all, whatever the lengths.
     softmax_scale : float, optional
-        1 / sqrt(head_dim) if left out. Any finite number, 0 and negative ones too; of float8 a positive one.
+        1 / sqrt(head_dim) if left out. Any number that fits float32, 0 and negative ones too; of float8 a positive one.
     window : (int or None, int or None)
         Query i sees keys ``i + seqlen_k - seqlen_q - left`` to ``i + seqlen_k - seqlen_q + right``, both included; None
         is unlimited. Blocks of keys that no query of a tile sees are not read.

@@ -92,6 +92,7 @@ OPTIONS = {
     "softcap": {"softcap": 1.5},
     "softcap, scale": {"softcap": 30.0, "softmax_scale": 2.0, "causal": True},
     "scale 0": {"softmax_scale": 0.0, "causal": True},
+    "scale that is 0 in float32": {"softmax_scale": 1e-50, "causal": True},
     "negative scale": {"softmax_scale": -0.5, "causal": True},
 }
 
@@ -352,7 +353,10 @@ WRONG = {
     "causal array": (TypeError, "causal must be True or False", {"causal": np.array([1, 2])}),
     "window type": (TypeError, "window must be an integer", {"window": (1.5, None)}),
     "scale": (ValueError, "softmax_scale must be finite", {"softmax_scale": math.inf}),
+    "scale beyond float32": (ValueError, "softmax_scale must fit float32", {"softmax_scale": 3e38}),
     "softcap": (ValueError, "softcap must be 0", {"softcap": -1.0}),
+    "softcap beyond float32": (ValueError, "softcap must fit float32", {"softcap": 3e38}),
+    "softcap of next to nothing": (ValueError, "as must softmax_scale / softcap, got 1e-40", {"softcap": 1e-40}),
     "splits": (ValueError, "num_splits must be between", {"num_splits": 0}),
     "slopes": (ValueError, "alibi_slopes must have shape", {"alibi_slopes": np.zeros(3, np.float32)}),
     "slopes dtype": (TypeError, "alibi_slopes must have dtype float32", {"alibi_slopes": np.zeros(4)}),

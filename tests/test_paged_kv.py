@@ -109,7 +109,7 @@ def test_scores_of_any_size(device, rng, level):
     np.testing.assert_allclose(lse, level + np.log(37), rtol=1e-6)
 
 
-@pytest.mark.parametrize("softmax_scale", [None, 0.0, -0.5, 0.3])
+@pytest.mark.parametrize("softmax_scale", [None, 0.0, 1e-50, -0.5, 0.3])
 def test_scales(device, rng, softmax_scale):
     p = Paged(rng, [70, 5], 1, 40, 16)
     q = queries(rng, 2, 3, 40)
@@ -512,7 +512,7 @@ def test_scores_of_ragged_queries(device, rng, kernel):
         x[1] = np.concatenate([x[1], np.zeros((18, 1, 64), np.float16)])
     p.pages[p.table[1, 1], :, 14:] = 0
     cu, slopes = device.put(np.array([0, 4, 9], np.int32)), np.array([0.5, 0.02], np.float32)
-    for options in ({"softcap": 3.0, "alibi": slopes}, {"softmax_scale": -0.2}):
+    for options in ({"softcap": 3.0, "alibi": slopes}, {"softmax_scale": -0.2}, {"softmax_scale": 1e-50}):
         given = {"alibi_slopes": device.put(slopes), "softcap": 3.0} if "alibi" in options else options
         want = {
             "scale": options.get("softmax_scale"),
@@ -566,6 +566,7 @@ MISTAKES = {
     r"window\[0\] must be between 0": ({"window": lambda a: (-3, None)}, ValueError),
     "softcap must be finite": ({"softcap": lambda a: -1.0}, ValueError),
     "softmax_scale must be finite": ({"softmax_scale": lambda a: np.nan}, ValueError),
+    "softmax_scale must fit float32": ({"softmax_scale": lambda a: 1e39}, ValueError),
     "causal must be True or False": ({"causal": lambda a: "no"}, TypeError),
     "num_splits must be between 1": ({"num_splits": lambda a: 0}, ValueError),
     "alibi_slopes must have shape": ({"alibi_slopes": lambda a: a["seq_lens"].astype(np.float32)}, ValueError),
