@@ -6,6 +6,7 @@ Host code alone: nothing here knows of a device. An operation costs O(1) for eac
 from __future__ import annotations
 
 import hashlib
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence as Sized
@@ -105,7 +106,7 @@ class PageAllocator:
         At least one token is left to be computed, since its query is what the caller is after.
         """
         with self.lock:
-            new = Sequence(tokens=[int(t) for t in tokens])
+            new = Sequence(tokens=_ids(tokens))
             if self.prefix_sharing:
                 for digest in self._digests_of(new.tokens[:-1], b""):
                     page = self._page_of.get(digest)
@@ -123,7 +124,8 @@ class PageAllocator:
             old = self[sequence]
             for page in old.pages:
                 self.counts[page] += 1
-            return self._register(Sequence(old.pages[:], old.length, [], old.tokens[:], old.digests[:]))
+            tokens = old.tokens[: old.length]  # of those to come it may have others
+            return self._register(Sequence(old.pages[:], old.length, [], tokens, old.digests[:]))
 
     def free(self, sequence: int) -> None:
         """End a sequence; pages that no other has are free, or kept."""
@@ -151,6 +153,7 @@ class PageAllocator:
             And nothing has changed.
         """
         with self.lock:
+            ids = None if tokens is None else [_ids(t) for t in tokens]
             needs = self._needs(sequences, counts)
             wanted = sum(pages + copies for pages, copies in needs)
             if wanted > self.num_free_pages:
@@ -167,9 +170,8 @@ class PageAllocator:
                     copies.append(self._replace_last(sequence))
                 sequence.pages += [self._take() for _ in range(pages)]
                 sequence.length += count
-                if tokens is not None and len(sequence.tokens) >= starts[-1]:  # else some before are not known
-                    del sequence.tokens[starts[-1] :]
-                    sequence.tokens += map(int, tokens[i])
+                if ids is not None and len(sequence.tokens) >= starts[-1]:  # else some before are not known
+                    sequence.tokens[starts[-1] :] = ids[i]
                 self._remember(sequence)
             return Growth(starts, copies)
 
@@ -180,7 +182,7 @@ class PageAllocator:
             name = self._register(new)
             try:
                 self.extend([name], [old.length])
-            except OutOfPagesError:
+            except (OutOfPagesError, ValueError):
                 del self.sequences[name]
                 raise
             return name
@@ -269,3 +271,15 @@ class PageAllocator:
             page = sequence.pages[index]
             if digest not in self._page_of and page not in self._digest_of:
                 self._page_of[digest], self._digest_of[page] = page, digest
+
+
+def _ids(tokens: Sized[int]) -> list[int]:
+    """Return token ids as ints of 64 bits, or raise."""
+    rule = "be integers of 64 bits"
+    try:
+        ids = [operator.index(t) for t in tokens]
+    except TypeError:
+        checks.fail(TypeError, "PagedKVCache", "tokens", rule, repr(tokens)[:80])
+    if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
+        checks.fail(ValueError, "PagedKVCache", "tokens", rule, f"{min(ids)} to {max(ids)}")
+    return ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawops import config
-from rawops._paged_kv_call import Plan, check_vector, contiguous, in_order, to_host
+from rawops._paged_kv_call import Plan, check_vector, contiguous, has_unit_stride, in_order, to_host
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, describe, scale_strides
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.call import Op, keep_apart
@@ -139,8 +139,9 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
     strides = [_NO_ROWS if x is None else tuple(s // itemsize for s in x.strides) for x in (*operands[:2], q, q_out)]
     placed = (addresses[0], addresses[1], addresses[10], addresses[11])
     wide = pool.access == 16 and all(
-        address % 16 == 0 and own[2] <= 1 and own[0] % 8 == own[1] % 8 == 0
-        for own, address in zip(strides, placed, strict=True)
+        address % 16 == 0 and has_unit_stride(x) and own[0] % 8 == own[1] % 8 == 0
+        for x, own, address in zip((*operands[:2], q, q_out), strides, placed, strict=True)
+        if x is not None
     )
     plain = dtype == pool.dtype and cos is None  # the only kind with a tail
     if not plain:

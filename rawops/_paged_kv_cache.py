@@ -18,6 +18,7 @@ from rawops._paged_kv_pool import DTYPES, KV_DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE
 from rawops._paged_kv_swap import HostCopies, SavedSequence
 from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.call import check_apart, keep_apart
 
 _MAX_BATCHES = 32
 _NAME = "PagedKVCache"
@@ -137,7 +138,10 @@ class PagedKVCache:
         return self._allocator.add(tokens)
 
     def fork(self, sequence: int) -> int:
-        """Start a sequence with all that another one has. Pages are shared until one of the two is appended to."""
+        """Start a sequence with all that another one has. Pages are shared until one of the two is appended to.
+
+        It has the tokens that the other one holds, not those that it is still to get: tell `append` what it gets.
+        """
         return self._allocator.fork(sequence)
 
     def free(self, sequence: int) -> None:
@@ -352,11 +356,14 @@ class PagedKVCache:
             if x is None:
                 checks.fail(TypeError, function, name, "be an array", "None")
         (k, v), _ = arrays.take(function, k=k, v=v)
-        arrays.device_of(function, pages=self.pages, k=k, v=v)
+        device = arrays.device_of(function, pages=self.pages, k=k, v=v)
         expected = (sum(counts), self.num_kv_heads, self.head_dim)
         for name, x in (("k", k), ("v", v)):
             checks.dtype(function, name, x, (self._dtype,), "Convert it to the cache's dtype.")
             checks.shape(function, name, x, expected, "It is (tokens, num_kv_heads, head_dim).")
+        operands = (k, v, self.pages)
+        apart = keep_apart(operands, 2, (0, 1))
+        check_apart(function, ("k", "v", "pages"), apart, [device.pointer(x) for x in operands])
 
     @staticmethod
     def _check_tokens(function: str, tokens, counts: tuple) -> None:

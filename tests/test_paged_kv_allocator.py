@@ -212,6 +212,19 @@ def test_kept_prefixes_go_out_by_last_use():
     model.check()
 
 
+def test_a_fork_may_go_on_with_other_tokens():
+    """What the parent is still to have is not the child's, unless it is told."""
+    allocator = PageAllocator(20, 2, 10, prefix_sharing=True)
+    text = [1, 2, 3, 4, 5, 6, 7]
+    parent = allocator.add(text)
+    allocator.extend([parent], [3])
+    child = allocator.fork(parent)
+    allocator.extend([child], [3])  # of tokens that nobody named
+    assert allocator[allocator.add(text)].length == 2
+    allocator.extend([parent], [3])
+    assert allocator[allocator.add(text)].pages == allocator[parent].pages
+
+
 def test_tokens_that_were_never_told_share_nothing():
     allocator = PageAllocator(10, 2, 10, prefix_sharing=True)
     s = allocator.add()

@@ -106,7 +106,7 @@ def test_one_row_of_pages_for_all_tokens(device, rng):
 
 
 def test_awkward_arrays(device, rng):
-    """Misaligned, every other element, reversed, one row repeated; a pool that is part of a larger one."""
+    """Misaligned, every other element, reversed, one row or column repeated; a pool that is part of a larger one."""
     k, v = tokens(rng, 3, 2, 16)
     table, positions = (device.put(np.array(x, np.int32)) for x in ([[5, 2], [7, 0], [1, 3]], [0, 5, 7]))
     places = [(5, 0), (0, 1), (3, 3)]
@@ -122,6 +122,10 @@ def test_awkward_arrays(device, rng):
     pages = pool(device, 8, 4, 2, 16)
     rawops.append_paged_kv(device.xp.broadcast_to(device.put(k)[:1], k.shape), device.put(v), pages, table, positions)
     same(device.get(pages), expected(device.get(plain), np.broadcast_to(k[:1], k.shape), v, places))
+    pages = pool(device, 8, 4, 2, 16)
+    flat = device.xp.broadcast_to(device.put(k)[..., :1], k.shape)
+    rawops.append_paged_kv(flat, device.put(v), pages, table, positions)
+    same(device.get(pages), expected(device.get(plain), np.broadcast_to(k[..., :1], k.shape), v, places))
     layers = device.put(np.full((8, 2, 4, 3, 2, 18), PATTERN, np.float16))
     part = layers[:, :, :, 1, :, 1:17]
     rawops.append_paged_kv(*map(device.put, (k, v)), part, table, positions)

@@ -118,6 +118,32 @@ def test_out_of_pages_changes_nothing(device, rng):
     loop.check()
 
 
+def test_what_is_refused_changes_nothing(device, rng):
+    """Keys that lie in the pool itself, tokens that are none, a saved sequence that is too long."""
+    loop = Loop(device, rng, prefix_sharing=True)
+    cache, s = loop.cache, loop.add()
+    loop.append([s], [4])
+    saved = cache.save(loop.add(9))
+    inside = cache.pages[int(cache.block_table([s])[0, 0])]
+    with pytest.raises(ValueError, match="pages must not overlap k"):
+        cache.append(inside[0], inside[1], [s], [4])
+    k, v = map(device.put, loop.new(2))
+    t = cache.add_sequence()
+    for tokens in ([1, 2.0], [1, None], ["1", "2"], [1, 2**63]):
+        kind = ValueError if tokens == [1, 2**63] else TypeError
+        with pytest.raises(kind, match="tokens must be integers of 64 bits"):
+            cache.append(k, v, [t], [2], tokens=[tokens])
+        with pytest.raises(kind, match="tokens must be integers of 64 bits"):
+            cache.add_sequence(tokens)
+    assert (cache.length(s), cache.length(t), cache.num_free_pages) == (4, 0, 12 - 1 - 3)
+    short = rawops.PagedKVCache(12, 4, HEADS, DIM, max_length=8)
+    with pytest.raises(ValueError, match="at most 8 tokens"):
+        short.restore(saved)
+    with pytest.raises(ValueError, match="added and not freed"):
+        short.free(0)
+    assert short.num_free_pages == 12
+
+
 def test_prefill_in_chunks_equals_all_at_once(device, rng):
     loop = Loop(device, rng, num_pages=20, page_size=8)
     a, b = loop.add(), loop.add(3)

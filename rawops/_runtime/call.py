@@ -40,7 +40,7 @@ class Op:
             plan = self._plan_of(function, operands, addresses, options, (*key, function, options))
             self._last = key, function, options, plan
         if plan.apart:
-            self._check_apart(function, plan, addresses)
+            check_apart(function, self.names, plan.apart, addresses)
         return plan, operands, addresses, None
 
     def _plan_of(self, function: str, operands: tuple, addresses: list, options: tuple, key: tuple):
@@ -59,21 +59,13 @@ class Op:
         device = arrays.device_of(function, **dict(zip(self.names, taken, strict=True)))
         operands, addresses = tuple(taken), [device.pointer(x) for x in taken]
         plan = self.prepare(function, operands, addresses, options)
-        self._check_apart(function, plan, addresses)
+        check_apart(function, self.names, plan.apart, addresses)
         return plan, operands, addresses, give
 
     def _check_given(self, function: str, operands: tuple) -> None:
         for name, x in zip(self.names[: self.required], operands, strict=False):
             if x is None:
                 checks.fail(TypeError, function, name, "be an array", "None")
-
-    def _check_apart(self, function: str, plan, addresses: list) -> None:
-        for written, other, low, high, allowed in plan.apart:
-            distance = addresses[other] - addresses[written]
-            if low < distance < high and not (allowed and distance == 0):
-                names = self.names[written], self.names[other]
-                hint = "Pass a copy of one of them."
-                checks.fail(ValueError, function, names[0], f"not overlap {names[1]}", f"{distance} bytes apart", hint)
 
 
 def keep_apart(operands: tuple, written: int, others: tuple[int, ...], same: int | None = None) -> tuple:
@@ -101,3 +93,12 @@ def keep_apart(operands: tuple, written: int, others: tuple[int, ...], same: int
         x_low, x_high = arrays.span(x)
         found.append((written, index, low - x_high, high - x_low, index == same and x.strides == target.strides))
     return tuple(found)
+
+
+def check_apart(function: str, names: tuple[str, ...], apart: tuple, addresses: list) -> None:
+    """Raise where operands of these names and addresses share memory that `keep_apart` has listed."""
+    for written, other, low, high, allowed in apart:
+        distance = addresses[other] - addresses[written]
+        if low < distance < high and not (allowed and distance == 0):
+            rule, hint = f"not overlap {names[other]}", "Pass a copy of one of them."
+            checks.fail(ValueError, function, names[written], rule, f"{distance} bytes apart", hint)
