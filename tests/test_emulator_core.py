@@ -306,6 +306,90 @@ def test_blocks_wait_for_each_other(resident_lanes):
     np.testing.assert_array_equal(log, np.arange(7)[::-1])
 
 
+# Two warps poll for what the others write after a barrier of their own.
+POLL_BESIDE_A_BARRIER = """
+extern "C" __global__ void k(int* flag, int* out) {
+    if (threadIdx.x < 64) {
+        int seen = 0, warp_sees = 0;
+        #pragma unroll 1
+        while (!warp_sees) {
+            LOAD
+            warp_sees = __any_sync(~0u, seen);
+        }
+        out[threadIdx.x] = warp_sees;
+    } else {
+        asm volatile("bar.sync 1, 64;" ::: "memory");
+        if (threadIdx.x == 64) atomicExch(flag, 1);
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+@pytest.mark.parametrize("operation", ["ld.global", "ld.acquire.gpu.global"])
+def test_a_poll_lets_those_at_a_barrier_go_on(operation, completion):
+    """Also one in a loop of several basic blocks, and one by a load that does not say that others may write."""
+    load = f'asm volatile("{operation}.s32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");'
+    out = np.zeros(64, np.int32)
+    source = POLL_BESIDE_A_BARRIER.replace("LOAD", f"if (threadIdx.x % 32 == 0) {{ {load} }}")
+    launch(source, 1, 128, np.zeros(1, np.int32), out, completion=completion, max_steps=30_000)
+    assert (out == 1).all()
+
+
+POLL_IN_SEVERAL_STEPS = """
+extern "C" __global__ void k(volatile int* flag, int* out) {
+    int odd = 0;
+    if (blockIdx.x == 0) {
+        #pragma unroll 1
+        while (true) {
+            const int seen = *flag;
+            if (seen & 1) {
+                odd += 1;
+                __nanosleep(20);
+            } else if (seen) {
+                break;
+            }
+        }
+        out[threadIdx.x] = 2;
+    } else if (threadIdx.x == 0) {
+        *flag = 2;
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_a_loop_of_several_steps_waits_for_another_block(completion):
+    out = np.zeros(128, np.int32)
+    launch(
+        POLL_IN_SEVERAL_STEPS,
+        2,
+        128,
+        np.zeros(1, np.int32),
+        out,
+        completion=completion,
+        resident_lanes=128,
+        max_steps=30_000,
+    )
+    assert (out == 2).all()
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_reading_on_is_not_taken_for_waiting(completion):
+    """Many volatile loads without a store between them look like a poll but for the registers, which change."""
+    source = """
+extern "C" __global__ void k(volatile const int* x, int n, int* out) {
+    int sum = 0;
+    #pragma unroll 1
+    for (int i = 0; i < n; ++i) sum += x[i];
+    out[threadIdx.x] = sum;
+}
+"""
+    x, out = np.ones(300, np.int32), np.zeros(64, np.int32)
+    launch(source, 1, 64, x, np.int32(300), out, completion=completion)
+    assert (out == 300).all()
+
+
 LAST_BLOCK = """
 __device__ unsigned arrived;
 extern "C" __global__ void k(const float* x, float* partial, float* out) {

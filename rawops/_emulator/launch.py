@@ -202,7 +202,7 @@ class Launch:
         for machine in idle:
             machine.attach(self)
         running: deque[Machine] = deque()
-        stuck, progress = 0, self.progress
+        stuck, still, progress = 0, 0, self.progress  # turns without progress, and without any change
         while todo or running:
             if not running or (stuck >= len(running) and todo):
                 machine = idle.pop() if idle else Machine(Context(self, resident))
@@ -216,8 +216,9 @@ class Launch:
                 continue
             running.append(machine)
             stuck = stuck + 1 if self.progress == progress else 0
+            still = still + 1 if stuck and machine.stands_still else 0
             progress = self.progress
-            if stuck > len(running) and not todo:
+            if still > len(running) and not todo:
                 raise self._deadlock(running)
         if not self._globals:  # their addresses are bound into the instructions
             _keep(alike, idle[:1])

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Rounds in which all that can run only polls memory, before other blocks get their turn.
 _PATIENCE = 16
+# Basic blocks that run before all lanes get their turn, also beside a loop that is not known to poll.
+_SLICE = 1024
 
 Key = tuple[int, int]  # group, index of the next instruction
 
@@ -49,12 +51,15 @@ class Machine:
         self.ctx = ctx
         self._code = ctx.program.instructions
         self._steps: list[Step | None] = [None] * len(self._code)
-        self._ends, self._polls = basic_blocks(self._code)
+        self._ends, self._polls_before = basic_blocks(self._code)
         self._fronts: dict[Key, Lanes] = {}
         self._gathering: dict[Key, Lanes] = {}
         self._waiting: list[tuple[int, Wait]] = []
         self._gave_up_at = -1  # launch.progress when waits last ended for want of time
         self._yielded: dict[Key, Lanes] = {}
+        self._ran = 0  # basic blocks since those that yielded had their turn
+        self._registers = 0  # a hash of them when all lanes were found spinning
+        self.stands_still = False  # all lanes spin, and come to where they were: more rounds would not help
         self._returns: dict[str, np.ndarray] = {}
         self._branches: dict[int, Callable[[Lanes], np.ndarray]] = {}
         self._group_of: np.ndarray | None = None
@@ -69,6 +74,8 @@ class Machine:
 
     def start(self, blocks: np.ndarray) -> None:
         """Take up a batch of blocks."""
+        self.stands_still = False
+        self._registers = 0
         self._push(self.ctx.program.entry.start, self.ctx.start(blocks))
 
     def turn(self) -> State:
@@ -77,21 +84,34 @@ class Machine:
         rounds = 0
         progress = launch.progress
         while True:
-            if not self._fronts and not self._poll():
-                if not self.ctx.alive_count:
+            if not self._fronts:
+                overdue = self._ran > _SLICE
+                if not self._poll() and not self._yielded and not self._give_up():
+                    if self.ctx.alive_count:
+                        raise self._deadlock()
                     self.ctx.finish()
                     return State.DONE
-                if not self._yielded and not self._give_up():
-                    raise self._deadlock()
-                if self._fronts:
-                    continue
-                self._fronts, self._yielded = self._yielded, {}
-                rounds = rounds + 1 if launch.progress == progress else 0
-                progress = launch.progress
-                if rounds > _PATIENCE:
-                    return State.SPINNING
+                if overdue or not self._fronts:
+                    rounds = rounds + 1 if launch.progress == progress and not overdue else 0
+                    progress = launch.progress
+                    self._release()
+                    if rounds > _PATIENCE:
+                        self._compare()
+                        return State.SPINNING
             key = self._choose()
             self._run(key[1], self._fronts.pop(key))
+
+    def _release(self) -> None:
+        """Those that let others run first have their turn."""
+        yielded, self._yielded = self._yielded, {}
+        for key, lanes in yielded.items():
+            _merge(self._fronts, key, lanes)
+        self._ran = 0
+
+    def _compare(self) -> None:
+        """Look whether a turn without progress has brought back the registers of the one before."""
+        before, self._registers = self._registers, hash(tuple(r.tobytes() for r in self.ctx.registers.values()))
+        self.stands_still = self._registers == before
 
     # ---- fronts --------------------------------------------------------------------------------------
 
@@ -114,30 +134,29 @@ class Machine:
 
     def _run(self, index: int, lanes: Lanes) -> None:
         """Run a front until it ends, waits, splits, or another one has to be considered."""
-        polled = False
         if lanes.n == self.ctx.alive_count:  # others may have exited since the group was made
             lanes = self.ctx.everyone
         while True:
+            self._ran += 1
             left = self._straight(index, lanes)
             if left is None:
                 return
-            lanes = left
-            polled = polled or self._polls[index]
             end = self._ends[index]
-            fronts = self._end_of_block(end, lanes)
-            if len(fronts) != 1 or self._fronts:
+            fronts = self._end_of_block(end, left)
+            if len(fronts) != 1 or self._fronts or self._yields(fronts[0][0], end):
                 for target, group in fronts:
-                    self._go(target, group, polled and target < end)
+                    self._go(target, group, self._yields(target, end))
                 return
-            (target, lanes) = fronts[0]
-            if polled and target < end:
-                self._go(target, lanes, True)
-                return
-            index = target
+            ((index, lanes),) = fronts
 
-    def _go(self, target: int, lanes: Lanes, spinning: bool) -> None:
-        """A front goes on elsewhere; one that jumps back after polling memory lets others run first."""
-        if not spinning:
+    def _yields(self, target: int, end: int) -> bool:
+        """Whether lanes that jump let others run first: back over a poll of memory, or back after a long time."""
+        polls = self._polls_before
+        return target <= end and (polls[target] < polls[end] or self._ran > _SLICE)
+
+    def _go(self, target: int, lanes: Lanes, yields: bool) -> None:
+        """A front goes on elsewhere."""
+        if not yields:
             self._push(target, lanes)
             return
         group = 0 if self._group_of is None else int(self._group_of[lanes.ids[0]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,21 +116,18 @@ def is_terminator(ins: Instruction) -> bool:
     return ins.opcode[0] in _TERMINATORS
 
 
-def basic_blocks(code: list[Instruction]) -> tuple[list[int], list[bool]]:
-    """For each instruction, the end of its basic block (its terminator, or the next block's start), and
-    whether anything from there to the end reads memory that another thread may be about to change."""
+def basic_blocks(code: list[Instruction]) -> tuple[list[int], list[int]]:
+    """For each instruction, the end of its basic block (its terminator, or the next block's start), and how
+    many before it read memory that another thread may be about to change."""
     starts = {target for ins in code for target in ins.targets}
-    ends, polls = [0] * len(code), [False] * len(code)
-    end, poll = len(code), False
+    ends, end = [0] * len(code), len(code)
     for index in range(len(code) - 1, -1, -1):
-        ins = code[index]
-        if ins.opcode[0] in _TERMINATORS:
-            end, poll = index, False
+        if is_terminator(code[index]):
+            end = index
         elif index + 1 in starts:
-            end, poll = index + 1, False
-        poll = poll or _polls(ins)
-        ends[index], polls[index] = end, poll
-    return ends, polls
+            end = index + 1
+        ends[index] = end
+    return ends, [0, *accumulate(map(_polls, code))]
 
 
 def _polls(ins: Instruction) -> bool:
