@@ -23,8 +23,8 @@ template <int BLOCK_M> struct QueryRows {
     }
 };
 
-// Eight columns a thread: delta and lse * log2(e), zero for the sum of dq, and whose turn it is to add to it. Rows that do
-// not exist in their tile, and those that see no key, get what makes their weights and gradients zero.
+// Eight columns a thread: delta and lse * log2(e), zero for the sum of dq, and whose turn it is to add to it. Rows that
+// do not exist in their tile, and those that see no key, get what makes their weights and gradients zero.
 template <class T, int D, int BLOCK_M, int BLOCK_N>
 __global__ void __launch_bounds__(256)
     attention_backward_rows_sm90(const __grid_constant__ AttentionParams params, const T* dout,
@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 
 // A thread takes eight columns of two rows, from four threads of a part.
 template <class T, int D, int BLOCK_M>
-__device__ inline void store_queries(const AttentionShape& shape, const float* from, T* to, int64_t row_stride, int left,
-                                     float softmax_scale) {
+__device__ inline void store_queries(const AttentionShape& shape, const float* from, T* to, int64_t row_stride,
+                                     int left, float softmax_scale) {
     constexpr int PARTS_M = BLOCK_M / 64, PARTS = BLOCK_M * D / 4096;
     for (int i = threadIdx.x; i < PARTS * 256; i += blockDim.x) {  // per part 4 warps, 8 rows, 8 groups of columns
         const int part = i / 256, row = i / 4 % 8, group = i % 4 + i / 32 % 2 * 4, warp = i / 64 % 4;

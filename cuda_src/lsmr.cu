@@ -48,7 +48,9 @@ __device__ inline double finish_sum(const double* __restrict__ partials, int cou
     double sum = 0;
     if (column < columns) {
 #pragma unroll 4
-        for (int i = threadIdx.x / COLS; i < count; i += kLsmrThreads / COLS) sum += partials[int64_t(i) * columns + column];
+        for (int i = threadIdx.x / COLS; i < count; i += kLsmrThreads / COLS) {
+            sum += partials[int64_t(i) * columns + column];
+        }
     }
     return column_sum<COLS>(sum);
 }
@@ -98,8 +100,8 @@ __global__ void __launch_bounds__(kLsmrThreads)
     leave_partial<COLS>(partials, sum, columns);
 }
 
-// y = alpha * sum of the `count` slices of w + beta * y, and the partial sums of its squares; scale, if given, multiplies
-// the rows of w. Scalars are read at alpha[column * scalar_stride]. alpha = 0 reads no w, beta = 0 no y.
+// y = alpha * sum of the `count` slices of w + beta * y, and the partial sums of its squares; scale, if given,
+// multiplies the rows of w. Scalars are read at alpha[column * scalar_stride]. alpha = 0 reads no w, beta = 0 no y.
 template <class R, int PARTS, int COLS>
 __global__ void __launch_bounds__(kLsmrThreads, (kBlocks<R, PARTS>))
     lsmr_combine(const double* __restrict__ alpha, const double* __restrict__ beta, int64_t scalar_stride,

@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(kBasisThreads)
     const int size = basis_size(state->now, capacity);
     if (size == 0) return;
     double squares = 0;
-    for (int64_t i = int64_t(blockIdx.x) * kBasisThreads + threadIdx.x; i < rows; i += int64_t(gridDim.x) * kBasisThreads) {
+    const int64_t first = int64_t(blockIdx.x) * kBasisThreads + threadIdx.x;
+    for (int64_t i = first; i < rows; i += int64_t(gridDim.x) * kBasisThreads) {
         double sums[PARTS] = {};
 #pragma unroll 4
         for (int j = 0; j < size; ++j) {
@@ -88,7 +89,8 @@ __global__ void __launch_bounds__(kBasisThreads)
     if (s.phase == kStopped) return;
     auto* target = basis + (int64_t(s.itn) % capacity) * rows;
     const R scale = R(s.over_v);
-    for (int64_t i = int64_t(blockIdx.x) * kBasisThreads + threadIdx.x; i < rows; i += int64_t(gridDim.x) * kBasisThreads) {
+    const int64_t first = int64_t(blockIdx.x) * kBasisThreads + threadIdx.x;
+    for (int64_t i = first; i < rows; i += int64_t(gridDim.x) * kBasisThreads) {
         Vector<R, PARTS> x = v[i];
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) x.data[p] *= scale;

@@ -10,7 +10,8 @@ constexpr int kGemvThreads = 256;
 
 // value += a x, with a conjugated if kConjugate
 template <bool kConjugate, class M, int MATRIX_PARTS, class R, int PARTS>
-__device__ inline void accumulate(Vector<R, PARTS>& value, const Vector<M, MATRIX_PARTS>& a, const Vector<R, PARTS>& x) {
+__device__ inline void accumulate(Vector<R, PARTS>& value, const Vector<M, MATRIX_PARTS>& a,
+                                  const Vector<R, PARTS>& x) {
     const R re = R(a.data[0]);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) value.data[p] += re * x.data[p];

@@ -1,8 +1,8 @@
-// Whole iterations of LSMR in one block of threads, for a sparse matrix that one SM reads quickly enough: no launches, no
-// waiting for other SMs. Vectors and scalars stay in shared memory from iteration to iteration, and so does the matrix
-// where it fits; a larger one stays in the caches. The last two warps work on scalars while the others make the products:
-// one does the estimates and the stopping tests of the last iteration, so that a stop is known before the next x would be
-// made, the other turns what it can.
+// Whole iterations of LSMR in one block of threads, for a sparse matrix that one SM reads quickly enough: no launches,
+// no waiting for other SMs. Vectors and scalars stay in shared memory from iteration to iteration, and so does the
+// matrix where it fits; a larger one stays in the caches. The last two warps work on scalars while the others make the
+// products: one does the estimates and the stopping tests of the last iteration, so that a stop is known before the
+// next x would be made, the other turns what it can.
 #include "common/lsmr_state.cuh"
 
 namespace rawops {
@@ -105,9 +105,10 @@ __device__ inline void finish(LsmrScalars& s, const LsmrSettings& settings, doub
 // One block. Continues from the state, which has been tested, for some iterations; leaves all vectors and the state.
 template <class R, int PARTS>
 __global__ void __launch_bounds__(kSmallThreads, 1)
-    lsmr_small(LsmrState* __restrict__ state, const Vector<R, PARTS>* __restrict__ data, const int* __restrict__ indices,
-               const int* __restrict__ indptr, int lanes, const Vector<R, PARTS>* __restrict__ data_t,
-               const int* __restrict__ indices_t, const int* __restrict__ indptr_t, int lanes_t, int nnz, int holds, int m, int n,
+    lsmr_small(LsmrState* __restrict__ state, const Vector<R, PARTS>* __restrict__ data,
+               const int* __restrict__ indices, const int* __restrict__ indptr, int lanes,
+               const Vector<R, PARTS>* __restrict__ data_t, const int* __restrict__ indices_t,
+               const int* __restrict__ indptr_t, int lanes_t, int nnz, int holds, int m, int n,
                Vector<R, PARTS>* __restrict__ vectors_u, Vector<R, PARTS>* __restrict__ vectors_v,
                Vector<R, PARTS>* __restrict__ vectors_x, Vector<R, PARTS>* __restrict__ vectors_h,
                Vector<R, PARTS>* __restrict__ vectors_hbar, int iterations, double* __restrict__ history,

@@ -15,7 +15,7 @@ enum Field {
     kDrops,      // row pointers below the one before, or not between the ends
     kFirst, kLast,
     kSquares, kLongest, kEmpty,
-    kPadded,     // entries of slices of 32 rows, each as long as its longest, but for rows that the histogram cannot hold
+    kPadded,     // entries of slices of 32 rows, each as long as its longest, but for rows not in the histogram
     kBandwidth,  // largest distance of a row's first and last entry from the diagonal
     kHeld,       // entries of the rows that the histogram holds
     kListed,     // rows that it cannot hold
@@ -185,7 +185,8 @@ __device__ void measure_rows(const I* __restrict__ indices, const P* __restrict_
 }
 
 // The length at `place` of the sorted list, digit by digit from the highest; all threads of the block call it.
-__device__ inline Count length_at(const Count* list, int64_t count, int64_t place, Count longest, unsigned int* digits) {
+__device__ inline Count length_at(const Count* list, int64_t count, int64_t place, Count longest,
+                                  unsigned int* digits) {
     __shared__ Word warp_sums[kMeasureThreads / kWarpSize];
     __shared__ Count chosen, left;
     Count value = 0;
@@ -261,9 +262,9 @@ __device__ inline void summarise(int64_t rows, int listed, Measured& found, Coun
     if (threadIdx.x < 2) results[kFields + threadIdx.x] = lengths[threadIdx.x];
 }
 
-// The first `row_blocks` blocks look at the rows, the others at the indices; the last to finish sums up. totals (kFields,
-// kLengths, 1, listed): fields, histogram, blocks that have finished and, in any order, the lengths of the rows that the
-// histogram does not count. All but those are 0 before and after. results: as `summarise` leaves them.
+// The first `row_blocks` blocks look at the rows, the others at the indices; the last to finish sums up. totals
+// (kFields, kLengths, 1, listed): fields, histogram, blocks that have finished and, in any order, the lengths of the
+// rows that the histogram does not count. All but those are 0 before and after. results: as `summarise` leaves them.
 template <class I, class P, class Q>
 __global__ void __launch_bounds__(kMeasureThreads, 3)
     measure(const I* __restrict__ indices, const P* __restrict__ indptr, int rows, int64_t count, int64_t cols,

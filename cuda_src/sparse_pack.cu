@@ -86,10 +86,10 @@ __device__ inline Word add_warps(Word sum, Word* sums) {
 }
 
 // Where the slices of windows of rows are, and their rows, longest first (kSorted), or which of their rows there are. A
-// row of more than `longest` entries is in no slice but in pieces, behind the slices of its block of threads. For those,
-// where given: piece_ends (blocks, rows), how many pieces there are up to each row, and piece_stops, where a row's end.
-// totals (blocks): what there is up to each block of columns, as a word of two sums. words and turns start as 0.
-// Row r of block b has the entries bounds[b * stride + r] to bounds[(b + 1) * stride + r].
+// row of more than `longest` entries is in no slice but in pieces, behind the slices of its block of threads. For
+// those, where given: piece_ends (blocks, rows), how many pieces there are up to each row, and piece_stops, where a
+// row's end. totals (blocks): what there is up to each block of columns, as a word of two sums. words and turns start
+// as 0. Row r of block b has the entries bounds[b * stride + r] to bounds[(b + 1) * stride + r].
 template <class P, bool kSorted, bool kCuts>
 __global__ void __launch_bounds__(kWindow, 2)
     pack_windows(const P* __restrict__ bounds, int64_t stride, unsigned int rows, int groups, int longest, int lanes,
@@ -222,8 +222,8 @@ __device__ inline void take_quad(T (&taken)[kQuad], const T (&first)[kQuad], con
     for (int i = 0; i < kQuad; ++i) taken[i] = shift & 1 ? all[i + 1] : all[i];
 }
 
-// A lane's entries from `entry` on in a row of its own, four at a time: neighbouring lanes read places that lie apart, so
-// each load costs the L1 as many cycles as there are lanes.
+// A lane's entries from `entry` on in a row of its own, four at a time: neighbouring lanes read places that lie apart,
+// so each load costs the L1 as many cycles as there are lanes.
 template <class V> struct LaneReader {
     const V* data;
     const int* indices;
@@ -233,7 +233,8 @@ template <class V> struct LaneReader {
     int places[kQuad] = {};
 
     __device__ LaneReader(const V* data, const int* indices, int64_t entry, int64_t stop, int64_t count)
-        : data(data), indices(indices), at(entry & ~int64_t(kQuad - 1)), stop(stop), count(count), shift(int(entry - at)) {
+        : data(data), indices(indices), at(entry & ~int64_t(kQuad - 1)), stop(stop), count(count),
+          shift(int(entry - at)) {
         load(values, places);
     }
 

@@ -1,6 +1,6 @@
-// Compressed rows of the transpose: a stable sort by column (least significant digit first) that carries rows and values
-// along, so entries of a column keep the order of their rows and the same matrix gives the same bits. Each pass reads
-// what it sorts once: tiles find out where their entries go from those before them, while they are on their way.
+// Compressed rows of the transpose: a stable sort by column (least significant digit first) that carries rows and
+// values along, so entries of a column keep the order of their rows and the same matrix gives the same bits. Each pass
+// reads what it sorts once: tiles find out where their entries go from those before them, while they are on their way.
 #include "common/lookback.cuh"
 #include "common/spmv.cuh"
 
@@ -34,8 +34,8 @@ template <class P> __device__ inline int row_of(const P* __restrict__ indptr, in
     return low;
 }
 
-// counts (passes, kDigits): entries with each digit of `bits` bits; they start as 0. tile_rows (tiles + 1): the row of each
-// tile's first entry, and of the last entry.
+// counts (passes, kDigits): entries with each digit of `bits` bits; they start as 0. tile_rows (tiles + 1): the row of
+// each tile's first entry, and of the last entry.
 template <class P>
 __global__ void __launch_bounds__(kSortThreads)
     transpose_digits(const int* __restrict__ columns, const P* __restrict__ indptr, int row_count, int64_t count,
@@ -84,12 +84,12 @@ __device__ inline void write_out(T* to, int stride, const uint32_t* staged, cons
 template <class V, class P, bool kFirst>
 __global__ void __launch_bounds__(kSortThreads, kSortBlocks<V>)
     transpose_scatter(const int* __restrict__ columns, const int* __restrict__ rows, const V* __restrict__ data,
-                      const P* __restrict__ indptr, const int* __restrict__ tile_rows, int64_t count, int shift, int mask,
-                      const Word* __restrict__ counts, Word* __restrict__ words, Word* __restrict__ turns,
+                      const P* __restrict__ indptr, const int* __restrict__ tile_rows, int64_t count, int shift,
+                      int mask, const Word* __restrict__ counts, Word* __restrict__ words, Word* __restrict__ turns,
                       int* __restrict__ to_columns, int* __restrict__ to_rows, V* __restrict__ to_data) {
     using Part = typename Choose<sizeof(V) == 2, uint16_t, uint32_t>::Type;
     constexpr int PARTS = int(sizeof(V) / sizeof(Part));
-    __shared__ __align__(4) uint16_t next[kSortWarps][kDigits];  // of a warp and digit: entries so far, then their place
+    __shared__ __align__(4) uint16_t next[kSortWarps][kDigits];  // of a warp and digit: entries so far, then where
     __shared__ int64_t shifts[kDigits];                          // from a place in the sorted tile to that in memory
     __shared__ int sorted[kSortTile];
     __shared__ uint32_t staged[kSortTile];

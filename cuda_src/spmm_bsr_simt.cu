@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(Accumulator<X>) == 4 ? 2 : 1)
 #pragma unroll
             for (int j = 0; j < VEC; ++j) sums[r][j] = add(sums[r][j], shuffle_xor(sums[r][j], mask));
         }
-        if (exists && group == 0 && first_row + r < call.rows) end.finish_vector(end.row_of(first_row + r), column, sums[r]);
+        const bool is_mine = exists && group == 0 && first_row + r < call.rows;
+        if (is_mine) end.finish_vector(end.row_of(first_row + r), column, sums[r]);
     }
 }
 

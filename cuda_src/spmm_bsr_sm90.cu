@@ -95,10 +95,11 @@ __device__ inline uint32_t fixed(uint32_t address) {
     return same;
 }
 
-// y = alpha times a warp's sums, of 16 bits, by way of 16 x 128 bytes of shared memory: eight lanes write a row at once.
+// y = alpha times a warp's sums, of 16 bits, by way of 16 x 128 bytes of shared memory: eight lanes write a row.
 template <class T, int ROWS, class Chunk>
 __device__ inline void finish_rows(const BsrRows<T, ROWS, Chunk>& rows, const SpmmEnd<T>& end, int64_t first_row,
                                    int first_column, uint32_t room) {
+    static_assert(sizeof(T) == 2 && kTile == 16 && kWidth == 64, "what stmatrix takes, in rows of 128 bytes");
     const int lane = rows.lane;
     const uint32_t to = room + swizzled_offset<128>(lane % 16, lane / 16);
     const int column = first_column + lane % 8 * 8;

@@ -7,8 +7,8 @@
 // still longer ones are cut into segments of a block each. Where a row has several, each leaves its sums in memory, and
 // the last to arrive adds them up, in their order: the same bits every time.
 //
-// kColumns, for the solvers: alpha and beta are arrays, of a number for each column, and the squares of each column of y
-// are added up. y has the layout of x.
+// kColumns, for the solvers: alpha and beta are arrays, of a number for each column, and the squares of each column of
+// y are added up. y has the layout of x.
 #include "common/spmm.cuh"
 
 namespace rawops {
@@ -179,8 +179,8 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
         }
     }
 
-    // Adds up group `part` of `parts`'s share of the entries from `begin` to `stop`. kColumns: its next four are on their
-    // way while it waits for what those before meet of x; the registers for that cost short rows more than it gains.
+    // Adds up group `part` of `parts`'s share of entries `begin` to `stop`. kColumns: its next four are on their way
+    // while it waits for what those before meet of x; the registers for that cost short rows more than it gains.
     __device__ void add_entries(P begin, P stop, int part, int parts) {
         const char* x = reinterpret_cast<const char*>(static_cast<const X*>(call.x) + column);
         const uint64_t row_bytes = shape.x_row * sizeof(X);
@@ -267,8 +267,9 @@ template <class V, class X, class P, int ACCESS, int LANES, int SHARE, bool kCon
         add_entries(P(found[0]), P(found[1]), threadIdx.x / LANES, kThreads / LANES);
         add_groups<kWarpSize>();
         if (threadIdx.x % kWarpSize < LANES) {
+            A* const mine = parts + threadIdx.x / kWarpSize * WIDTH + threadIdx.x % LANES * VEC;
 #pragma unroll
-            for (int j = 0; j < VEC; ++j) parts[threadIdx.x / kWarpSize * WIDTH + threadIdx.x % LANES * VEC + j] = sums[j];
+            for (int j = 0; j < VEC; ++j) mine[j] = sums[j];
         }
         __syncthreads();
         A sum = {};

@@ -244,8 +244,8 @@ template <class V, class X, PackedKind kKind, bool kConjugate> struct PackedWalk
         if constexpr (kBlocked<kKind>) last = after(last);
     }
 
-    // Few warps, x beside them: while one of two chunks is multiplied, the other is on its way. They take turns, since a
-    // copy would wait for the loads.
+    // Few warps, x beside them: while one of two chunks is multiplied, the other is on its way. They take turns, since
+    // a copy would wait for the loads.
     __device__ void walk_ahead() {
         last = after(following);
         find(index, now), find(following, next), find(last, later);

@@ -8,9 +8,9 @@
 //   warp 0     [ A . . A | . A . . ]    chunk 0: 16 x 64 of x for 3, for 5, ...
 //   warp 1     [ . . A . | A A . . ]    chunk 1
 //
-// No other warp needs a warp's tiles: it reads them straight into registers, two of them while it multiplies two others.
-// (More would not help: a warp can wait for few different things, and so waits for all loads of a row of them.) The ring
-// is long, so that a warp with many tiles in a chunk does not keep the others waiting.
+// No other warp needs a warp's tiles: it reads them straight into registers, two of them while it multiplies two
+// others. (More would not help: a warp can wait for few different things, and so waits for all loads of a row of them.)
+// The ring is long, so that a warp with many tiles in a chunk does not keep the others waiting.
 #pragma once
 #include "mma.cuh"
 #include "spmm.cuh"
@@ -22,7 +22,7 @@ constexpr int kTile = 16, kWidth = 64;
 struct BsrPlan {
     const int* columns;  // of tiles, by cluster (of groups, on Hopper) and chunk; -1: none, which fills the last chunk
     const int* chunks;   // (clusters + 1): where those of each begin
-    const int* pairs;    // of tiles, (warps of all groups + 1): where those of each begin, in the order of their columns
+    const int* pairs;    // of tiles, (warps of all groups + 1): where those of each begin, in order of their columns
     const int* places;   // of each tile: the place of its column among its cluster's, then a bit for each of ROWS; none
                          // has a bit where it fills the last pair
     int span;            // neighbouring columns, from a multiple of it on, that are all there if one of them is
@@ -169,7 +169,7 @@ template <class T, int ROWS, class Chunk> struct BsrRows {
 #pragma unroll
                 for (int j = 0; j < 8; ++j) pairs[j / 2][j % 2] = sums[i / 2][n + j / 2][i % 2 * 2 + j % 2];
                 float values[8 / VEC][VEC];
-                if constexpr (sizeof(T) == 2) {  // from 2 columns of each part to all of the part with this lane's number
+                if constexpr (sizeof(T) == 2) {  // from 2 columns of each part to all of the one with this lane's number
                     exchange(pairs, t);
 #pragma unroll
                     for (int j = 0; j < 8; ++j) values[0][j] = pairs[j / 2][j % 2];

@@ -41,8 +41,8 @@ template <int kActivation> __device__ inline float activate_approximately(float 
     constexpr float kLog2E = 1.4426950408889634f;
     if constexpr (kActivation == kIdentity || kActivation == kRelu) return activate<kActivation>(x, up);
     if constexpr (kActivation == kGelu) {
-        // The tail of the normal distribution is exp(-x * x / 2) times a smooth function, fitted here as a polynomial in
-        // t. For x > 0 it is what the factor lacks of 1, for x < 0 it is the factor.
+        // The tail of the normal distribution is exp(-x * x / 2) times a smooth function, fitted here as a polynomial
+        // in t. For x > 0 it is what the factor lacks of 1, for x < 0 it is the factor.
         const float size = fabsf(x) > 1e4f ? 1e4f : fabsf(x), t = approximate_reciprocal(1 + 0.31f * size);
         float tail = -0.07392796f;
         tail = tail * t + 0.18044689f;

@@ -7,7 +7,7 @@
 //                              dv += P @ dout, dk += dS @ q                        P and dS from registers
 //                              dq = dS^T @ k over the keys of both                 dS from shared memory
 //                              dq --> staging, in two places
-//   warpgroup 0, two warps     staging --> TMA adds it to the float32 sum in global memory, in turn if that is asked for
+//   warpgroup 0, two warps     staging --> TMA adds it to the float32 sum in global memory, in turn if asked to
 //
 // delta is the sum over the row of dout * out (Dao, 2023, arXiv:2307.08691). The query heads of a group go by one after
 // another, so that their sums end up in dk and dv.
@@ -141,8 +141,8 @@ protected:
         sync_group<Tile::CONSUMERS * kWarpGroupSize>(kClearedId);
     }
 
-    // Makes weights of products with keys, narrow for the next ones: `p` as dv takes it, 0 where dropout took it; `by_score`
-    // as dS takes it, with the derivative of the score, and with the sign bit where dropout took it.
+    // Makes weights of products with keys, narrow for the next ones: `p` as dv takes it, 0 where dropout took it;
+    // `by_score` as dS takes it, with the derivative of the score, and with the sign bit where dropout took it.
     __device__ void make_weights(Scores& s, Weights& p, Weights& by_score, const AttentionBlock& work,
                                  const QueryTile& queries) const {
         if constexpr (Tile::kScore != 0) {
@@ -300,7 +300,8 @@ protected:
         store(dk, backward.softmax_scale, backward.dk, backward.dk_strides, work, key, params.shape.head_dim);
     }
     __device__ void store_dv(const Gradient& dv, const AttentionBlock& work, int key) const {
-        store(dv, kDrops ? params.shape.dropout.scale : 1, backward.dv, backward.dv_strides, work, key, params.shape.head_dim_v);
+        const float scale = kDrops ? params.shape.dropout.scale : 1;
+        store(dv, scale, backward.dv, backward.dv_strides, work, key, params.shape.head_dim_v);
     }
     static __device__ void clear(Gradient& gradient) {
 #pragma unroll

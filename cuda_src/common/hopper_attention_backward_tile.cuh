@@ -1,4 +1,4 @@
-// What a block of the Hopper gradients of attention works on, where it keeps it, and how its warpgroups tell each other.
+// What a block of Hopper gradients of attention works on, where it keeps it, and how its warpgroups tell each other.
 #pragma once
 #include "hopper_attention_rows.cuh"
 #include "hopper_attention_tile.cuh"
@@ -35,7 +35,7 @@ template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore
     static constexpr int DS_AT = DOUT_AT + STAGES * Q_BYTES, PARTS_AT = DS_AT + 2 * DS_BYTES;
     static constexpr int ROWS_AT = PARTS_AT + kAddingWarps * CONSUMERS * PART_BYTES;
     static constexpr int BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
-    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, the slots and the parts
+    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, slots and parts
 };
 
 struct AttentionBackwardMaps {
@@ -117,7 +117,7 @@ __device__ inline void end_turn(int* turn) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
-// Calls `serve` with the place of every tile of dq that the block adds to, and with the tile of keys that it does it for.
+// Calls `serve` with the place of every tile of dq that the block adds to, and with the tile of keys it does it for.
 template <class Tile, class Serve>
 __device__ inline void serve_additions(const AttentionParams& params, const AttentionBackwardParams& backward,
                                    const BackwardExchange<Tile>& exchange, Serve serve) {
@@ -192,7 +192,8 @@ private:
                 backward.rows + int64_t(first_query_tile<Tile>(params, backward, work, head)) * (2 * Tile::BLOCK_M);
 #pragma unroll 1
             for (int tile = tiles.first; tile < tiles.end; ++tile) {
-                load_queries({0, work.q_begin + tile * Tile::BLOCK_M, head, batch, 0}, rows + tile * (2 * Tile::BLOCK_M));
+                const TensorCoordinates place{0, work.q_begin + tile * Tile::BLOCK_M, head, batch, 0};
+                load_queries(place, rows + tile * (2 * Tile::BLOCK_M));
             }
         }
     }

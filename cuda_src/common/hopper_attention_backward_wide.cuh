@@ -34,7 +34,7 @@ template <class T_, int D_, int BLOCK_M_, int STAGES_, bool kInTurn_, int kScore
     static constexpr int K_AT = 0, V_AT = K_BYTES, Q_AT = 2 * K_BYTES, DOUT_AT = Q_AT + STAGES * Q_BYTES;
     static constexpr int DS_AT = DOUT_AT + STAGES * Q_BYTES, P_AT = DS_AT + DS_BYTES;
     static constexpr int ROWS_AT = P_AT + DS_BYTES, BARRIERS_AT = ROWS_AT + STAGES * ROWS_BYTES;
-    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, the slots and the parts
+    static constexpr int WORK_AT = BARRIERS_AT + 2 * RingBarriers<STAGES>::BYTES + 80;  // of k, v, slots and parts
 };
 
 // Named barriers of a consumer and the warp that sees to its turns.
@@ -69,7 +69,7 @@ public:
             Gradient dk;
             Scores ds;
             const bool is_seen =
-                this->pass(work, first_key, [&](const QueryTile& queries) { step_keys(dk, ds, work, queries); });
+                this->pass(work, first_key, [&](const QueryTile& queries) { step_keys(dk, ds, queries); });
             if (!is_seen) this->clear(dk);
             this->store_dk(dk, work, this->own_key(first_key));
         });
@@ -108,7 +108,7 @@ private:
         hold(s);
     }
 
-    __device__ void step_keys(Gradient& dk, Scores& ds_values, const AttentionBlock& work, const QueryTile& queries) {
+    __device__ void step_keys(Gradient& dk, Scores& ds_values, const QueryTile& queries) {
         Weights by_score, ds_narrow;
         if (queries.begins) {
             multiply_derivatives(ds_values, slot);
@@ -139,15 +139,16 @@ private:
         hold(ds_values);
     }
 
-    // Issues k @ q^T, and v @ dout^T. Where there is no next tile, of what happens to lie there, since a condition costs
-    // registers.
+    // Issues k @ q^T, and v @ dout^T. Where there is no next tile, of what happens to lie there, since a condition
+    // costs registers.
     __device__ void multiply_scores(Scores& s, const RingPosition<Tile::STAGES>& at, bool exists = true) const {
         if (exists) barrier_wait(exchange.q_barriers.full(at.stage), at.phase);
         this->multiply_keys(s, exchange.shared + Tile::K_AT, exchange.shared + Tile::Q_AT + at.stage * Tile::Q_BYTES);
     }
     __device__ void multiply_derivatives(Scores& ds, const RingPosition<Tile::STAGES>& at, bool exists = true) const {
         if (exists) barrier_wait(exchange.dout_barriers.full(at.stage), at.phase);
-        this->multiply_keys(ds, exchange.shared + Tile::V_AT, exchange.shared + Tile::DOUT_AT + at.stage * Tile::Q_BYTES);
+        const uint32_t dout = exchange.shared + Tile::DOUT_AT + at.stage * Tile::Q_BYTES;
+        this->multiply_keys(ds, exchange.shared + Tile::V_AT, dout);
     }
 
     // Makes the warpgroup's half of dq's columns, one box of them after the other, for want of registers, and adds them
@@ -179,7 +180,7 @@ private:
 // Of the warps that see to additions, this one does for a consumer: it gives the turn, and ends it after the additions.
 template <class Tile>
 __device__ inline void keep_turns(const AttentionParams& params, const AttentionBackwardParams& backward,
-                                       const BackwardExchange<Tile>& exchange, int which) {
+                                  const BackwardExchange<Tile>& exchange, int which) {
     serve_additions(params, backward, exchange, [&](int place, int tile) {
         int* turn = backward.turns + 2 * place + which;
         const bool leads = threadIdx.x % kWarpSize == 0;

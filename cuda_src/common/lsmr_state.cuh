@@ -9,7 +9,15 @@
 namespace rawops {
 
 enum LsmrPhase : int { kStart, kRun, kStopped };
-enum LsmrStop : int { kMaxiter = 7, kCondMachine = 6, kLeastMachine = 5, kSolveMachine = 4, kCond = 3, kLeast = 2, kSolve = 1 };
+enum LsmrStop : int {
+    kSolve = 1,
+    kLeast = 2,
+    kCond = 3,
+    kSolveMachine = 4,
+    kLeastMachine = 5,
+    kCondMachine = 6,
+    kMaxiter = 7
+};
 
 // The sum of COUNT numbers `step` apart, in a tree: a chain of additions in float64 is long.
 template <int COUNT> __device__ inline double tree_sum(const double* numbers, int step) {
@@ -21,9 +29,9 @@ struct LsmrSettings {
     double damp, atol, btol, ctol, maxiter;
 };
 
-// The vectors are kept unnormalised: the array of u is tau * beta times the unit vector, that of v sigma * alpha times, and
-// what would divide them goes into the scalars of the next product. tau and sigma are powers of two that keep both near
-// norm 1, so that products with a float32 matrix of norm 1e-30 or 1e30 do not underflow or overflow.
+// The vectors are kept unnormalised: the array of u is tau * beta times the unit vector, that of v sigma * alpha times,
+// and what would divide them goes into the scalars of the next product. tau and sigma are powers of two that keep both
+// near norm 1, so that products with a float32 matrix of norm 1e-30 or 1e30 do not underflow or overflow.
 struct LsmrScalars {
     double istop, itn, normr, normar, norma, conda, normx, phase;  // the host reads these
     double forward_alpha, forward_beta;                            // u = forward_alpha A v + forward_beta u
@@ -41,8 +49,8 @@ struct LsmrState {
     LsmrScalars next;  // written by lsmr_update, which has many readers of `now`
 };
 
-// The scalars of products that have all right-hand sides in one launch: alpha 1 and beta 0 until every column has stopped,
-// then 0 and 1, which leave nothing to do.
+// The scalars of products that have all right-hand sides in one launch: alpha 1 and beta 0 until every column has
+// stopped, then 0 and 1, which leave nothing to do.
 struct LsmrGate {
     double alpha, beta;
     unsigned int stopped, unused;
@@ -81,7 +89,7 @@ __device__ inline Rotation rotate(double a, double b) {
     return {a * inverse, b * inverse, square * inverse * power_of_two(scale), inverse * scale};
 }
 
-// The norm of a vector from the sum of its squares. One of norm 0 stays what it is; what overflowed is NaN from here on.
+// The norm of a vector from the sum of its squares. One of norm 0 stays as it is; what overflowed is NaN from here on.
 __device__ inline Norm norm_of(double squares) {
     if (squares == 0) return {0, 1};
     if (!(squares < 1.0 / 0.0)) return {squares, 0.0 / 0.0};
@@ -153,8 +161,8 @@ __device__ inline LsmrTurn first_turn(const LsmrScalars& s, double damp) {
     return t;
 }
 
-// The rest, after the new v, from the norm of its array: the last rotation that x needs, and the scalars of the next u. A
-// single thread is waited for: no division here.
+// The rest, after the new v, from the norm of its array: the last rotation that x needs, and the scalars of the next u.
+// A single thread is waited for: no division here.
 __device__ inline void turn(LsmrScalars& s, LsmrTurn& t, const Norm& norm_v) {
     if (s.beta > 0) s.alpha = norm_v.value * power_of_two(s.sigma), s.over_v = norm_v.over;
     const double thetanew = t.q.s * s.alpha;
@@ -189,8 +197,8 @@ __device__ inline void estimate(LsmrScalars& s, const LsmrTurn& t) {
     s.untested = 1;
 }
 
-// After the new x: the stopping tests, by a whole warp, which divides once for all of them. Returns the stop code in all
-// lanes. A comparison with NaN is false, so NaN only ever stops at maxiter.
+// After the new x: the stopping tests, by a whole warp, which divides once for all of them. Returns the stop code in
+// all lanes. A comparison with NaN is false, so NaN only ever stops at maxiter.
 __device__ inline double judge(const LsmrScalars& s, const LsmrSettings& settings, double normx) {
     const int lane = threadIdx.x % kWarpSize;
     const double product = s.norma * s.normr;

@@ -1,4 +1,4 @@
-// A float32 factor on tensor cores of 16 bits: as a sum of values of the other factor's type, each multiplied on its own.
+// A float32 factor on tensor cores of 16 bits: a sum of values of the other factor's type, each multiplied on its own.
 #pragma once
 #include "numeric.cuh"
 

@@ -121,8 +121,8 @@ struct SpmvCall {
     int rows, cols;
 };
 
-// Finishes rows: the only place where y is read and written. X is the type of x and y. Before it is made, nothing is read
-// that the launch before may have written.
+// Finishes rows: the only place where y is read and written. X is the type of x and y. Before it is made, nothing is
+// read that the launch before may have written.
 template <class X> struct RowEnd {
     using A = Accumulator<X>;
     const SpmvCall& call;
@@ -172,14 +172,15 @@ template <class X> struct RowEnd {
 
 // Ends a row that `count` warps have parts of, from part `first` on: the last of them to arrive adds the parts up, in
 // their order. The whole warp calls it with sums of its lanes. sums (parts); tickets (parts), zero between products, or
-// null where no row has two parts. Else the square of such a row has a place of its own behind those of the blocks, since
-// any block may be the last.
+// null where no row has two parts. Else the square of such a row has a place of its own behind those of the blocks,
+// since any block may be the last.
 template <class X>
 __device__ void finish_part(RowEnd<X>& end, void* sums, unsigned int* tickets, int part, int row, int first, int count,
                             Accumulator<X> sum) {
     using A = Accumulator<X>;
     const int lane = threadIdx.x % kWarpSize;
-    double* const squares = end.call.partials == nullptr || tickets == nullptr ? nullptr : end.call.partials + gridDim.x;
+    const bool has_none = end.call.partials == nullptr || tickets == nullptr;
+    double* const squares = has_none ? nullptr : end.call.partials + gridDim.x;
     sum = sum_lanes(sum, kWarpSize);
     if (lane == 0 && squares != nullptr && (count == 1 || part != first)) squares[part] = 0;
     if (count == 1) {

@@ -1,4 +1,4 @@
-// wgmma on float8 e4m3, both operands K-major: 64 x 32 by 32 x N into float32, the first from shared memory or registers.
+// wgmma of float8 e4m3, K-major operands: 64 x 32 by 32 x N into float32, the first from shared memory or registers.
 #pragma once
 #include "wgmma.cuh"
 
