@@ -6,7 +6,7 @@ import numpy as np
 from cuda.bindings import nvrtc
 from cuda.pathfinder import find_nvidia_header_directory
 
-from rawops._emulator import GlobalMemory, Program, emulate_launch
+from rawops._emulator import GlobalMemory, emulate_launch, parse
 
 SAXPY = """
 extern "C" __global__ void k(float a, const float* x, float* y, int n) {
@@ -46,6 +46,6 @@ def launch(source, grid, block, *arguments, arch="sm_80", entry="k", **options):
     """Compile and run a kernel called k; arrays are changed in place."""
     memory = GlobalMemory()
     ptx = source if source.lstrip().startswith(".version") else compile_ptx(source, arch)
-    program = Program.parse(ptx, entry)
+    program = parse(ptx, entry)
     grid, block = ((*d, 1, 1)[:3] if isinstance(d, tuple) else (d, 1, 1) for d in (grid, block))
     return emulate_launch(program, grid, block, pack(memory, arguments), memory=memory, **options)

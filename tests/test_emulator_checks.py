@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from emulation import compile_ptx, launch, pack
 
-from rawops._emulator import GlobalMemory, Program, emulate_launch
+from rawops._emulator import GlobalMemory, emulate_launch, parse
 from rawops.errors import (
     BarrierError,
     EmulatorError,
@@ -71,7 +71,7 @@ def test_store_to_read_only_array():
 
 def session(source):
     """A function that launches a kernel of one block of 32 again and again, in one memory."""
-    memory, program = GlobalMemory(), Program.parse(compile_ptx(source), "k")
+    memory, program = GlobalMemory(), parse(compile_ptx(source), "k")
 
     def again(*arguments):
         emulate_launch(program, (1, 1, 1), (32, 1, 1), pack(memory, arguments), memory=memory)
@@ -154,7 +154,7 @@ def test_use_after_free():
     memory = GlobalMemory()
     x, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
     params = pack(memory, (x, y))
-    program = Program.parse(compile_ptx(OFF_BY_ONE.replace("OFFSET", "0")), "k")
+    program = parse(compile_ptx(OFF_BY_ONE.replace("OFFSET", "0")), "k")
     emulate_launch(program, (2, 1, 1), (32, 1, 1), params, memory=memory)
     assert y[5] == 5
     del x

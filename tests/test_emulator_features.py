@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from emulation import SAXPY, compile_ptx, launch
 
-from rawops._emulator import GlobalMemory, Program
+from rawops._emulator import GlobalMemory, parse
 from rawops.errors import EmulatorError, UnsupportedPTX
 
 ARCHS = ("sm_80", "sm_90a")
@@ -280,9 +280,9 @@ def test_memory_forgets_arrays_that_are_gone():
 
 def test_program_is_cached_and_names_its_kernels():
     ptx = compile_ptx(SAXPY)
-    assert Program.parse(ptx, "k") is Program.parse(str(ptx), "k")
+    assert parse(ptx, "k") is parse(str(ptx), "k")
     with pytest.raises(UnsupportedPTX, match="no kernel 'nope'; it has: k"):
-        Program.parse(ptx, "nope")
+        parse(ptx, "nope")
 
 
 MODULE = """

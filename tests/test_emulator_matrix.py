@@ -214,14 +214,12 @@ def test_unknown_shape_is_refused():
       x[0] = c[0];
     }"""
     program = rawops.Kernel(source, "k").compile("sm_80").ptx.replace("m16n8k16", "m16n8k12")
-    from rawops._emulator import GlobalMemory, Program, emulate_launch
+    from rawops._emulator import GlobalMemory, emulate_launch, parse
 
     name = next(line.split("(")[0].split()[-1] for line in program.splitlines() if ".entry" in line)
     memory, x = GlobalMemory(), np.zeros(4, np.uint32)
     with pytest.raises(UnsupportedPTX, match="m16n8k12"):
-        emulate_launch(
-            Program.parse(program, name), (1, 1, 1), (32, 1, 1), memory.map(x).to_bytes(8, "little"), memory=memory
-        )
+        emulate_launch(parse(program, name), (1, 1, 1), (32, 1, 1), memory.map(x).to_bytes(8, "little"), memory=memory)
 
 
 MATRIX_MOVES = """

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from .launch import Dim3, Launch
 from .memory import GlobalMemory
-from .parser import Program
+from .parser import parse
+from .program import Program
 from .report import Counters, LaunchReport
 
-__all__ = ["Counters", "GlobalMemory", "LaunchReport", "Program", "emulate_launch"]
+__all__ = ["Counters", "GlobalMemory", "LaunchReport", "Program", "emulate_launch", "parse"]
 
 
 def emulate_launch(
@@ -34,7 +35,7 @@ def emulate_launch(
     Parameters
     ----------
     program : Program
-        From `Program.parse`.
+        From `parse`.
     grid, block : tuple of three ints
         Blocks of the grid, threads of a block.
     params : bytes

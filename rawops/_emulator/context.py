@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import EmulatorError, UnsupportedPTX
 from .lanes import Lanes, pack_warps, runs_text
 from .operands import Imm, Mem, Not, Operand, Reg, Rows, Special, Sym
-from .parser import Instruction, Program
+from .program import Instruction, Program
 from .shared import block_bits
 from .special import SM_COUNT, is_volatile, special_register
 from .types import DTYPE, PACKED, SINT, SIZE, UINT, is_signed

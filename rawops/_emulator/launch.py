@@ -15,7 +15,7 @@ from .context import Context
 from .machine import Machine, State
 from .memory import GlobalMemory, GlobalSpace
 from .operands import Imm, Sym, names_of
-from .parser import Program, Variable
+from .program import Program, Variable
 from .races import Clocks
 from .report import LaunchReport
 from .shared import SharedSpace

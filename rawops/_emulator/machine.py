@@ -15,7 +15,7 @@ from .instructions import lookup, unsupported
 from .instructions.control import BUILTINS
 from .lanes import Lanes, Wait, lanes_text
 from .operands import Group, Sym
-from .parser import Instruction
+from .program import Instruction
 from .steps import Step, basic_blocks, bind, guard_of, is_terminator
 
 if TYPE_CHECKING:

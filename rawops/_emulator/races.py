@@ -11,7 +11,7 @@ from ..errors import RaceError, UninitializedRead
 
 if TYPE_CHECKING:
     from .context import Context
-    from .parser import Place
+    from .program import Place
 
 _NEVER = 1 << 30  # later than any tick: "has done nothing there is to see"
 

@@ -12,7 +12,7 @@ from .instructions import kind_of
 
 if TYPE_CHECKING:
     from .context import Context
-    from .parser import Program
+    from .program import Program
 
 _SECTOR = 32
 _KEY_SHIFT = 48  # warp numbers stand above addresses in sort keys

@@ -16,7 +16,7 @@ from .operands import Imm, Not, Operand, Reg, Rows
 
 if TYPE_CHECKING:
     from .context import Context
-    from .parser import Instruction
+    from .program import Instruction
 
 _TERMINATORS = frozenset({"bra", "brx", "call", "ret", "exit"})
 _STRONG = frozenset({"volatile", "relaxed", "acquire"})

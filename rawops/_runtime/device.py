@@ -361,7 +361,7 @@ class EmulatedFunction:
 
     def __init__(self, device: EmulatedDevice, compiled: compiler.Compiled) -> None:
         self.device, self.compiled, self._layout = device, compiled, Layout(compiled.parameters)
-        self.program = device.emulator.Program.parse(compiled.ptx, compiled.lowered)
+        self.program = device.emulator.parse(compiled.ptx, compiled.lowered)
 
     def launch(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> None:
         """Run with values in parameter order: ints, floats, and bytes for structs."""

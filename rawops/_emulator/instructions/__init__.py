@@ -29,7 +29,7 @@ from ..types import is_float
 if TYPE_CHECKING:
     from ..context import Context
     from ..lanes import Lanes, Wait
-    from ..parser import Instruction
+    from ..program import Instruction
 
 Run = Callable[["Lanes"], "list[Wait] | None"]
 Binder = Callable[["Instruction", "Context"], Run]

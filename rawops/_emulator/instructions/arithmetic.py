@@ -14,7 +14,7 @@ from .floating import FLOATING
 
 if TYPE_CHECKING:
     from ..context import Context
-    from ..parser import Instruction
+    from ..program import Instruction
 
 _CARRY = Reg("%cc", "pred")
 _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}

@@ -21,7 +21,7 @@ from .mbarrier import Deferred, barriers, clock_of, released, shared_address
 if TYPE_CHECKING:
     from ..context import Context
     from ..lanes import Lanes
-    from ..parser import Instruction
+    from ..program import Instruction
 
 _EVERYTHING = np.iinfo(np.int64).max
 

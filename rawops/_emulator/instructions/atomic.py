@@ -16,7 +16,7 @@ from .memory import fences, space_of, vector_length
 if TYPE_CHECKING:
     from ..context import Context
     from ..lanes import Lanes
-    from ..parser import Instruction
+    from ..program import Instruction
 
 Update = Callable[..., Any]
 

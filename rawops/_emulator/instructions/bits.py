@@ -13,7 +13,7 @@ from . import Run, instruction, options, unsupported
 
 if TYPE_CHECKING:
     from ..context import Context
-    from ..parser import Instruction
+    from ..program import Instruction
 
 _BINARY = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 

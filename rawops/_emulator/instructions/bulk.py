@@ -24,7 +24,7 @@ from .mbarrier import Barrier, Deferred, barriers
 if TYPE_CHECKING:
     from ..context import Context
     from ..lanes import Lanes
-    from ..parser import Instruction
+    from ..program import Instruction
 
 _UNIT = 16  # bytes: what bulk copies are made of
 Write = Callable[[np.ndarray], None]

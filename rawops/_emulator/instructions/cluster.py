@@ -14,7 +14,7 @@ from .mbarrier import clock_of
 
 if TYPE_CHECKING:
     from ..context import Context
-    from ..parser import Instruction
+    from ..program import Instruction
 
 _OFFSET = np.uint64((1 << RANK_SHIFT) - 1)
 

@@ -16,7 +16,7 @@ from . import Run, instruction, unsupported
 
 if TYPE_CHECKING:
     from ..context import Context
-    from ..parser import Instruction
+    from ..program import Instruction
 
 _BARRIERS = 16
 _FORMAT = re.compile(r"%[-+ #0]*(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t)?([diouxXcsfFeEgGaAp%])")

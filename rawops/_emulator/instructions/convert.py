@@ -14,7 +14,7 @@ from . import Run, instruction, options, unsupported
 
 if TYPE_CHECKING:
     from ..context import Context
-    from ..parser import Instruction
+    from ..program import Instruction
 
 _TO_INTEGER: dict[str, Callable[[Any], Any]] = {
     "rni": np.rint,

@@ -28,7 +28,7 @@ from . import Run, instruction, options, unsupported
 if TYPE_CHECKING:
     from ..context import Context
     from ..operands import Operand
-    from ..parser import Instruction
+    from ..program import Instruction
 
 Fn = Callable[..., Any]
 

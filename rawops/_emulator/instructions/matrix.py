@@ -24,7 +24,7 @@ from .warp import order_warps
 if TYPE_CHECKING:
     from ..context import Context
     from ..lanes import Lanes
-    from ..parser import Instruction
+    from ..program import Instruction
 
 _SHAPES = {
     "f64": "m8n8k4 m16n8k4 m16n8k8 m16n8k16",

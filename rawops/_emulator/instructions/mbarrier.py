@@ -16,7 +16,7 @@ import numpy as np
 from ...errors import BarrierError, EmulatorError, RaceError
 from ..lanes import Lanes, Wait
 from ..operands import Mem
-from ..parser import Instruction
+from ..program import Instruction
 from ..spaces import WINDOWS
 from . import Run, instruction, options
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..context import Context
     from ..lanes import Lanes
     from ..operands import Operand
-    from ..parser import Instruction
+    from ..program import Instruction
     from ..spaces import Space
 
 _SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "const", "param")

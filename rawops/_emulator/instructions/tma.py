@@ -20,7 +20,7 @@ from .wgmma import swizzled
 if TYPE_CHECKING:
     from ..context import Context
     from ..lanes import Lanes
-    from ..parser import Instruction
+    from ..program import Instruction
 
 # The layout that rawops._runtime.tensormap writes: magic, data type, rank, swizzle, fill, address, sizes - 1,
 # strides of all axes but the innermost, box, element strides; axes innermost first, unused axes 0.

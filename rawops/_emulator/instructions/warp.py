@@ -16,7 +16,7 @@ from . import Run, instruction, unsupported
 if TYPE_CHECKING:
     from ..context import Context
     from ..lanes import Lanes
-    from ..parser import Instruction
+    from ..program import Instruction
 
 
 # What a shuffle up or down gives for a lane that is not there, NaN in every float type: the steps of a reduction

@@ -25,7 +25,7 @@ from .matrix import registers_reader, registers_writer
 
 if TYPE_CHECKING:
     from ..context import Context
-    from ..parser import Instruction
+    from ..program import Instruction
 
 _ROWS = 64
 _K_BYTES = 32  # of every row of an operand, whatever the type
