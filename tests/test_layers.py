@@ -21,6 +21,7 @@ RUNTIME = [
     {"call", "kernel", "paper"},
     {"arrays"},
     {"device"},
+    {"launches"},
     {"boards", "compiler", "tensormap"},
     {"cache", "checks", "sources"},
     {"dtypes"},

@@ -32,6 +32,11 @@ LIMITS = {
 }
 
 
+def arch_name(capability: int) -> str:
+    """Return NVRTC's name of a compute capability, with the architecture's own instructions where it has some."""
+    return f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+
+
 @dataclass(frozen=True)
 class Board:
     """A board by its datasheet, without sparsity.
@@ -81,7 +86,7 @@ def board_of(name: str, arch: str | None = None, sm_count: int | None = None) ->
     """Return a board of the table, or with another architecture one whose speeds are not known."""
     board = BOARDS[name]
     if arch is not None and arch != board.arch:
-        known = [f"sm_{c}a" if c >= 90 else f"sm_{c}" for c in LIMITS]
+        known = [arch_name(capability) for capability in LIMITS]
         if arch not in known:
             fail(ValueError, "explain", "--arch", f"be one of {', '.join(known)}", repr(arch))
         board = Board(arch, arch, board.sm_count, 0, {})

@@ -17,6 +17,7 @@ import numpy as np
 from rawops._runtime import compiler
 from rawops._runtime import device as devices
 from rawops._runtime.boards import Board
+from rawops._runtime.launches import check_shared
 
 
 class PaperArray(np.ndarray):
@@ -120,7 +121,7 @@ class PaperFunction:
         self.device, self.compiled = device, compiled
 
     def launch(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> None:
-        devices.check_shared(self.device, self.compiled, shared_bytes)
+        check_shared(self.device, self.compiled, shared_bytes)
         resources = self.compiled.resources
         total = shared_bytes + resources.shared_bytes
         self.device.launches.append(Noted(self.compiled.expression, tuple(grid), tuple(block), total, resources))
