@@ -94,9 +94,10 @@ def merge_states(function: str, out_a, lse_a, out_b, lse_b) -> tuple:
         axes = (0, 1, 2, 3) if batch else (None, 0, 1, 2)
         lse_axes = (0, 2, 1, None) if batch else (None, 1, 0, None)
         numbers: list[int] = []
-        for state, its_lse in ((out_a, lse_a), (out_b, lse_b)):
+        for name, state, its_lse in (("a", out_a, lse_a), ("b", out_b, lse_b)):
             numbers += [device.pointer(state), device.pointer(its_lse)]
-            numbers += [*strides_of(function, "out", state, axes), *strides_of(function, "lse", its_lse, lse_axes)]
+            numbers += strides_of(function, f"out_{name}", state, axes)
+            numbers += strides_of(function, f"lse_{name}", its_lse, lse_axes)
         extents = [1 if axis is None else out_a.shape[axis] for axis in axes]
         numbers += [0, 0, device.pointer(out), device.pointer(lse), *dense(out.shape, axes)]
         numbers += [*lse_strides(lse.shape), 2, *extents]

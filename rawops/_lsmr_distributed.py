@@ -26,8 +26,7 @@ class DistributedOperator:
     ----------
     shape : tuple of int
         Of the block.
-    total_rows : int
-        Of the whole matrix.
+    dtype : numpy.dtype
     """
 
     def __init__(self, A, communicator) -> None:

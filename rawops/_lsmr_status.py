@@ -102,7 +102,7 @@ class Progress:
     """Takes the iterations in as the host hears of them: for the callback, the history and the display."""
 
     def __init__(self, settings: Settings, shape: tuple, callback: Callable | None, history: bool, show: bool) -> None:
-        self._settings, self._shape, self._callback = settings, shape, callback
+        self._callback = callback
         self._rows: list | None = [] if history else None
         self._display = _Display(settings, shape) if show else None
         self.is_wanted = callback is not None or history or show

@@ -109,6 +109,8 @@ def flash_attention(
     ------
     TypeError, ValueError
         For dtypes, shapes or values that do not fit, before anything is launched.
+    UnsupportedError
+        For float8 without Hopper.
 
     Notes
     -----
@@ -257,9 +259,10 @@ def flash_attention_backward(
     in the forward pass, a NaN or an infinity there spreads to the gradients of its tile.
     """
     varlen = None
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        for name, value in {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **longest}.items():
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **longest}
+    if any(value is not None for value in packing.values()):
+        for name, value in packing.items():
             if value is None:
                 hint = "Packed sequences take cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k together."
                 checks.fail(TypeError, "flash_attention_backward", name, "be given", "None", hint)

@@ -241,7 +241,9 @@ class Gemm:
     M, N, K : int
     dtype : dtype
         Of `a` and `b`.
-    alpha, beta, bias, residual, activation, scale_b, zero_b, b_dtype, out_dtype, precision, split_k, deterministic
+    alpha, beta, bias, residual, activation, out_dtype, precision, split_k, deterministic
+        As for `gemm`.
+    scale_a, scale_b, scale_d, zero_b, b_dtype
         As for `gemm`.
     """
 

@@ -371,10 +371,10 @@ def lsmr(
     -----
     All scalars, sums of squares and stopping tests are float64 and stay on the device, so that with float64 vectors
     stop code and iteration count are SciPy's but for rounding: sums in another order may stop an iteration earlier or
-    later. In float32 a few per cent more iterations are usual, and the estimates
-    may drift from the truth on an ill-conditioned system: the true norms are computed once at the end, and ``.status``
-    says where they contradict the stop code. As with SciPy, ||A|| is over-estimated and the condition under-estimated
-    severalfold, so that `conlim` rarely stops anything. NaN and infinities in A or b run to `maxiter`: istop 7.
+    later. In float32 a few per cent more iterations are usual, and the estimates may drift from the truth on an
+    ill-conditioned system: the true norms are computed once at the end, and ``.status`` says where they contradict the
+    stop code. As with SciPy, ||A|| is over-estimated and the condition under-estimated severalfold, so that `conlim`
+    rarely stops anything. NaN and infinities in A or b run to `maxiter`: istop 7.
 
     The host reads the state every few iterations, one chunk behind; no iteration waits for it. Use `LSMR` to solve with
     one A repeatedly. Workspace besides A and b: m + 4 n elements, x among them, and some thousand float64 numbers.

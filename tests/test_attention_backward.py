@@ -242,6 +242,7 @@ WRONG = {
     "dq": (ValueError, "dq must have shape", {}, {"dq": np.zeros((1, 3, 1, 64), np.float16)}),
     "dk": (ValueError, "dk must be writeable", {}, {"dk": np.broadcast_to(np.float16(0), (1, 5, 1, 64))}),
     "bounds": (TypeError, "cu_seqlens_k must be given, got None", {}, {"cu_seqlens_q": np.zeros(2, np.int32)}),
+    "longest alone": (TypeError, "cu_seqlens_q must be given, got None", {}, {"max_seqlen_k": 5}),
     "longest": (
         TypeError,
         "max_seqlen_q must be given, got None",
