@@ -1,5 +1,5 @@
-// Flash attention, forward, on the tensor cores of Hopper: float16 and bfloat16 that TMA can read, every mask and score.
-// hopper_attention.cuh tells how it runs.
+// Flash attention, forward, on the tensor cores of Hopper: float16 and bfloat16 that TMA can read, every mask and
+// score. hopper_attention.cuh tells how it runs.
 #include "common/hopper_attention.cuh"
 
 namespace rawops {

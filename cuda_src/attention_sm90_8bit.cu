@@ -1,5 +1,5 @@
-// Flash attention, forward, of float8 e4m3 on the tensor cores of Hopper, with scales of heads. hopper_attention.cuh tells
-// how it runs, hopper_attention_8bit.cuh what is different here.
+// Flash attention, forward, of float8 e4m3 on the tensor cores of Hopper, with scales of heads. hopper_attention.cuh
+// tells how it runs, hopper_attention_8bit.cuh what is different here.
 #include "common/hopper_attention_8bit.cuh"
 
 namespace rawops {

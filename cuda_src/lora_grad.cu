@@ -2,7 +2,7 @@
 //
 // A block walks over all rows of 64 columns of an x. Its warps take sixteen rows at a time, each from a ring of its own
 // in shared memory: a thread has eight neighbouring columns of four rows, and the order of columns within an atom is
-// free as long as it is undone when they are written. y goes in as a sum of values of x's type, so x needs no conversion.
+// free as long as it is undone when they are written. y goes in as a sum of values of x's type: x stays as it is.
 #include "common/adapters.cuh"
 
 namespace rawops {

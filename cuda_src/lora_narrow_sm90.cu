@@ -4,8 +4,8 @@
 //   warps 8-11      cp.async: 64 rows of a --> the same stage; 64 ranks come by TMA
 //   warps 0-3, 4-7  wgmma: 128 rows of y each
 //
-// An SM takes in a few boxes a microsecond, whatever their size: these are large. TMA takes as long for a row of 32 bytes
-// as for one of 128, and a may have the former, so that it comes by cp.async.
+// An SM takes in a few boxes a microsecond, whatever their size: these are large. TMA takes as long for a row of 32
+// bytes as for one of 128, and a may have the former, so that it comes by cp.async.
 // A block takes tiles of 256 rows blockIdx.x, blockIdx.x + gridDim.x, ...; blockIdx.y tells which ranks.
 #include "common/launches.cuh"
 #include "common/wgmma.cuh"

@@ -40,13 +40,13 @@ public:
     static constexpr int STEPS = State::STEPS, WARPS = Shape::WARPS, STAGES = Shape::STAGES;
     static constexpr int HEADS = Shape::HEADS, TURNS = Shape::TURNS;
     static constexpr int KEPT = 256;  // lengths that fit into shared memory
-    // Tiles of each warp that the L2 is asked for early: rows of 16 bits take so many requests that more would cost what
-    // they save. And whether copies start before lengths are certain: with 8 bits there are not registers enough.
+    // Tiles of each warp that the L2 is asked for early: rows of 16 bits take so many requests that more would cost
+    // what they save. And whether copies start before lengths are certain: with 8 bits there are not registers enough.
     static constexpr int PREFETCHED = Tile::kScaled ? STAGES : 1;
     static constexpr bool kCopiesEarly = !Tile::kScaled;
-    // And whether they start from pages as they were, and the tiles after those are looked up only then, since to move a
-    // page along is to wait for it: that floods the memory at once, and where an SM has one large block it costs more than
-    // it saves.
+    // And whether they start from pages as they were, and the tiles after those are looked up only then, since to move
+    // a page along is to wait for it: that floods the memory at once, and where an SM has one large block it costs more
+    // than it saves.
     static constexpr bool kTrustsPages = kCopiesEarly && Shape::BLOCKS > 1;
 
     // And whether warps wait for each other every four tiles. Else they drift apart, and the block ends with the last.
@@ -91,7 +91,7 @@ public:
             for (int i = 0; i < STAGES; ++i) page[i] = wanted[i].page;
             if (is_early) {
                 is_early = is_new = false;
-                // The last quarter of the blocks begins when the launch before has ended, or nearly, and has no time to.
+                // The last quarter of the blocks begins when the launch before has ended, or nearly: it has no time.
                 const bool has_time = blockIdx.x < gridDim.x - gridDim.x / 4;
 #pragma unroll
                 for (int i = 0; i < PREFETCHED; ++i) {
@@ -166,8 +166,8 @@ private:
     const uint32_t ring, spare;
     uint32_t read, filled;  // the slots that were read and filled last
     int empty;              // how many from the one after `filled` on wait for a tile
-    // The tiles that are fetched next, as many as the ring holds: where much is being copied, a look into the table takes
-    // long.
+    // The tiles that are fetched next, as many as the ring holds: where much is being copied, a look into the table
+    // takes long.
     struct Wanted {
         int page, token, head;  // the page is that of this lane's token; no head: no tile
     };
@@ -207,8 +207,8 @@ private:
 
     // --- the ring ---
 
-    // Finds the next tile, and where this lane's token of it lies: no page if the token is not to be read. Returns the place
-    // in the table, if any.
+    // Finds the next tile, and where this lane's token of it lies: no page if the token is not to be read. Returns the
+    // place in the table, if any.
     __device__ const int* look_up(Wanted& next) {
         const int* from = nullptr;
         next = {-1, 0, -1};
@@ -290,7 +290,8 @@ private:
             const bool exists = row < rows.count;
             bounds.seen[r] = exists ? place.sequence.visible(params.work, i) : KeyRange{0, 1 << 30};
             bounds.position[r] = i + place.sequence.length - place.sequence.q_count;
-            bounds.slope[r] = exists && params.rule.alibi_slopes ? params.rule.alibi_slopes[rows.head(row)] * kLog2e : 0;
+            bounds.slope[r] =
+                exists && params.rule.alibi_slopes ? params.rule.alibi_slopes[rows.head(row)] * kLog2e : 0;
         }
         const PagePool& pool = params.pool;
         bounds.scaled_by_page = pool.scale_page != 0;
@@ -332,7 +333,9 @@ private:
     // Has the L2 get the first item's queries, by one warp: 8 rows of up to 4 lines.
     __device__ void prefetch_query(const Rows& rows) const {
         const int row = lane % 8, column = lane / 8 * 64;
-        if (warp == 0 && row < rows.count && column < params.pool.head_dim) prefetch_line(query_row(rows, row) + column);
+        if (warp == 0 && row < rows.count && column < params.pool.head_dim) {
+            prefetch_line(query_row(rows, row) + column);
+        }
     }
 
     // This warp's steps of the item's B fragments: lane 4 g + t has two pairs of columns of row g of every 8.

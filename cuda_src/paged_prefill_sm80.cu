@@ -75,7 +75,8 @@ struct PagedPrefill {
 // attention_merge.cu joins. Packed heads are those of few queries: an SM seldom has more than two blocks of them, and
 // these may have the registers.
 template <class T, class Out, class Tile, int kScore, bool kPacked>
-__global__ void __launch_bounds__(Tile::THREADS, kPacked ? 2 : 0) paged_prefill(const __grid_constant__ PagedPrefill prefill) {
+__global__ void __launch_bounds__(Tile::THREADS, kPacked ? 2 : 0)
+    paged_prefill(const __grid_constant__ PagedPrefill prefill) {
     const AttentionCall& call = prefill.attention.call;
     const AttentionShape& shape = prefill.attention.shape;
     const AttentionBlock block(prefill.attention, blockIdx.z * gridDim.x + blockIdx.x, gridDim.y - 1 - blockIdx.y);

@@ -169,7 +169,7 @@ template <class T, int ROWS, class Chunk> struct BsrRows {
 #pragma unroll
                 for (int j = 0; j < 8; ++j) pairs[j / 2][j % 2] = sums[i / 2][n + j / 2][i % 2 * 2 + j % 2];
                 float values[8 / VEC][VEC];
-                if constexpr (sizeof(T) == 2) {  // from 2 columns of each part to all of the one with this lane's number
+                if constexpr (sizeof(T) == 2) {  // from 2 columns of each part to all of that with this lane's number
                     exchange(pairs, t);
 #pragma unroll
                     for (int j = 0; j < 8; ++j) values[0][j] = pairs[j / 2][j % 2];

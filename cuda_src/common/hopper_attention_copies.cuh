@@ -11,8 +11,8 @@ struct NoScales {
     __device__ void set(AttentionTask&, const AttentionParams&) const {}
 };
 
-// The producer: a thread that keeps the ring of keys full, a warp that does so with the values and searches them, or the
-// same thread, and a thread that plans the tiles.
+// The producer: a thread that keeps the ring of keys full, a warp that does so with the values and searches them, or
+// the same thread, and a thread that plans the tiles.
 template <class Tile> class AttentionProducer {
 public:
     static constexpr int THREADS = Tile::kSearches ? kWarpGroupSize : kWarpSize + 1;  // that run it
@@ -33,8 +33,8 @@ public:
 protected:
     static constexpr bool kPlannerLoads = !Tile::kPaged && !Tile::kBytes;  // queries
 
-    // Says what comes next, well ahead, since its divisions and what it asks of global memory take long, and fetches its
-    // queries when they have a place.
+    // Says what comes next, well ahead, since its divisions and what it asks of global memory take long, and fetches
+    // its queries when they have a place.
     template <class Scales> __device__ void plan(const AttentionSchedule<false>& schedule, const Scales& scales) {
         RingPosition<Tile::PLACES> slot;
         const AttentionCall& call = params.call;
@@ -185,7 +185,8 @@ __device__ inline void store_rows_one_by_one(const AttentionParams& params, cons
 // Takes what the consumers stage to global memory, beside their next tile, and gives the places back to queries. By a
 // warp. TMA does not know where a sequence ends within the storage: of such tiles, the rows go one by one.
 template <class Tile>
-__device__ void store_staged(const TensorMap& map, const AttentionParams& params, const AttentionExchange<Tile>& exchange) {
+__device__ void store_staged(const TensorMap& map, const AttentionParams& params,
+                             const AttentionExchange<Tile>& exchange) {
     const int lane = threadIdx.x % kWarpSize;
     RingPosition<Tile::PLACES> slot_work;
     RingPosition<Tile::Q_SLOTS> slot;

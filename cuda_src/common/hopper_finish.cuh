@@ -290,7 +290,7 @@ __device__ inline void write_plain(const typename Tile::Finished& acc, const typ
                     write(to + group * 8, left - group * 8, values[0], values[1]);
                 }
             };
-            if (work.n + Tile::SHARE <= cols) write_row(Tile::SHARE);  // a constant, so that stores are all there is to it
+            if (work.n + Tile::SHARE <= cols) write_row(Tile::SHARE);  // a constant, so that it is nothing but stores
             else write_row(cols - n);
         }
     }

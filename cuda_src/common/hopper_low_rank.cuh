@@ -3,7 +3,7 @@
 // y = a @ lora_a comes from memory, or it is made here: then the columns of lora_a ride along the K loop as one more
 // narrow operand. Either way a thread has it in registers as wgmma leaves it, and that is how wgmma takes a first
 // operand of 16 bits: y goes in as a sum of values of lora_b's own type. lora_b comes through the ring, in one more
-// stage after those of K, or in more if its ranks are more than RANK. These do not ride, nor has a cluster room for them.
+// stage after those of K, or in more if its ranks are more than RANK. These do not ride, nor has a cluster room.
 #pragma once
 #include "hopper_tile.cuh"
 #include "rank_parts.cuh"
@@ -40,8 +40,8 @@ __device__ inline void read_y(typename Tile::LowRank::Accumulators& y, const Low
 }
 
 // scaling * y as sums of values of T, for each sixteen ranks, and what the thread's rows g and g + 8 are to be
-// multiplied with for that: 1 but for float16 whose range they leave. From the thread's `left` on there are no ranks: 0,
-// which they need not be yet where a or scaling has an infinity or a NaN.
+// multiplied with for that: 1 but for float16 whose range they leave. From the thread's `left` on there are no ranks:
+// 0, which they need not be yet where a or scaling has an infinity or a NaN.
 template <class T, int RANK> struct RankFragments {
     RankParts<T> slices[RANK / 16];
     float factor[2] = {1, 1};
@@ -86,7 +86,8 @@ template <class Tile> struct StagedLoraB {
     using LowRank = typename Tile::LowRank;
     static constexpr int COLS = Tile::SHARE * Tile::PARTS;
     static constexpr int STEP = Tile::CONSUMERS * kWarpGroupSize * 16;
-    using Operand = WgmmaOperand<LowRank::kBKMajor, LowRank::RANK, LowRank::kBKMajor ? LowRank::RANK * 2 : Tile::BOX_COLS * 2>;
+    using Operand = WgmmaOperand<LowRank::kBKMajor, LowRank::RANK,
+                                 LowRank::kBKMajor ? LowRank::RANK * 2 : Tile::BOX_COLS * 2>;
 
     uint32_t address;
 

@@ -48,7 +48,8 @@ template <> struct ByteFormat<signed char> {  // 0x6400 is 1024 in float16, and 
 };
 
 // The four bytes of a word as two pairs of T.
-template <class T, class Stored, bool kAlternate> __device__ inline void widen_word(uint32_t (&pair)[2], uint32_t word) {
+template <class T, class Stored, bool kAlternate>
+__device__ inline void widen_word(uint32_t (&pair)[2], uint32_t word) {
     ByteFormat<Stored>::template to_half<kAlternate>(pair, word);
     if constexpr (!is_same<T, __half>) {
 #pragma unroll

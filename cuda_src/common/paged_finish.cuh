@@ -1,5 +1,5 @@
-// The end of an item: the warps of a block put their sums together, and one of the blocks that share the item puts theirs
-// together and writes the result.
+// The end of an item: the warps of a block put their sums together, and one of the blocks that share the item puts
+// theirs together and writes the result.
 #pragma once
 #include "hopper.cuh"
 #include "paged_rows.cuh"
@@ -11,8 +11,8 @@ struct PagedParams {
     void* out;
     float* lse;     // none if not wanted
     void* partial;  // per block, 2 slots of PartialSlot; 0 between launches
-    // Results over keys that come before all others, [parts][row of q][head][head_dim], and their lse, [parts][head][row
-    // of q]; none if there are no parts.
+    // Results over keys that come before all others, [parts][row of q][head][head_dim], and their lse,
+    // [parts][head][row of q]; none if there are no parts.
     const float *prior, *prior_lse;
     int64_t prior_split, prior_lse_split;  // from part to part
     int64_t q_row, q_head, out_row, out_head, out_dim, lse_head, lse_row;  // q: pairs of columns on 4-byte boundaries
@@ -38,8 +38,8 @@ template <int TOKENS, bool kRagged> struct ItemRows {
     }
 };
 
-// What a block leaves of an item that it shares: weighted values, and for each row the largest score and the sum. A word
-// that is 0 is not there yet.
+// What a block leaves of an item that it shares: weighted values, and for each row the largest score and the sum. A
+// word that is 0 is not there yet.
 template <int HEAD_DIM> struct PartialSlot {
     float4 values[kItemRows * HEAD_DIM / 4];
     float2 top_and_sum[kItemRows];
@@ -202,8 +202,9 @@ public:
         }
     }
 
-    // The same where the two blocks of a cluster share an item: the second one sends what it has to the first one's shared
-    // memory and is done, the first one writes. All threads of both come here; a block without tiles has the rows too.
+    // The same where the two blocks of a cluster share an item: the second one sends what it has to the first one's
+    // shared memory and is done, the first one writes. All threads of both come here; a block without tiles has the
+    // rows too.
     template <class Mail> __device__ void meet_in_pair(const Rows& rows, bool has_tiles, Mail& mail) {
         __syncthreads();
         const bool is_first = cluster_rank() == 0;
@@ -219,7 +220,8 @@ public:
                 write(rows, row, group, merged);
             } else {
                 const float(&x)[4] = merged.value;
-                send_to_rank(shared_address(&mail.values[index]), make_float4(x[0], x[1], x[2], x[3]), mail.barrier(), 0);
+                const float4 values = make_float4(x[0], x[1], x[2], x[3]);
+                send_to_rank(shared_address(&mail.values[index]), values, mail.barrier(), 0);
                 if (group == 0) {
                     const float2 own = make_float2(merged.top, merged.sum);
                     send_to_rank(shared_address(&mail.top_and_sum[row]), own, mail.barrier(), 0);

@@ -52,8 +52,8 @@ template <class T_, int HEAD_DIM_, int ACCESS> struct TokenTile {  // T: as stor
     static constexpr int BYTES = SCALES + (kScaled ? TOKENS * 8 : 0);
     static_assert(TOKENS * CHUNKS % kWarpSize == 0 && TOKENS <= kWarpSize, "a warp loads a tile in whole steps");
 
-    // Starts the copies of tokens token ... into `slot`. Lane `row` of the first TOKENS lanes knows its token's page, or
-    // one that is none for a token not to be read: it becomes zeros.
+    // Starts the copies of tokens token ... into `slot`. Lane `row` of the first TOKENS lanes knows its token's page,
+    // or one that is none for a token not to be read: it becomes zeros.
     static __device__ void fetch(const PagePool& pool, uint32_t slot, int page, int token, int head, int lane) {
         const bool exists = static_cast<uint32_t>(page) < static_cast<uint32_t>(pool.num_pages);
         const uint32_t present = __ballot_sync(~0u, exists);
@@ -118,7 +118,8 @@ private:
     static __device__ void fetch_whole(const PagePool& pool, uint32_t slot, int page, int token, int head, int lane) {
         constexpr bool kWholeRows = kWarpSize % CHUNKS == 0;  // in each step
         const int row = lane / CHUNKS, chunk = lane % CHUNKS, begin = Layout::offset(row, chunk);
-        const int64_t place = page * pool.page_stride + in_page(pool, token) * pool.token_stride + head * pool.head_stride;
+        const int64_t place =
+            page * pool.page_stride + in_page(pool, token) * pool.token_stride + head * pool.head_stride;
         const T* from = static_cast<const T*>(pool.pages) + place;
         const T* next = from + row * pool.token_stride + chunk * PER_CHUNK;
         const int64_t stride = kWarpSize / CHUNKS * pool.token_stride;

@@ -1,5 +1,5 @@
-// The attention of 8 or 16 rows (queries of one group of heads) over a tile of tokens in shared memory, by one warp: scores
-// on the tensor cores, online softmax in base 2 and float32, values weighted on the tensor cores again.
+// The attention of 8 or 16 rows (queries of one group of heads) over a tile of tokens in shared memory, by one warp:
+// scores on the tensor cores, online softmax in base 2 and float32, values weighted on the tensor cores again.
 #pragma once
 #include "base2.cuh"
 #include "paged_convert.cuh"

@@ -215,7 +215,8 @@ private:
     __device__ int owner(int tile) const {
         const int in_longer = longer * (quota + 1);
         const bool is_longer = tile < in_longer;
-        return (is_longer ? 0 : longer) + unsigned(is_longer ? tile : tile - in_longer) / (is_longer ? quota + 1 : quota);
+        return (is_longer ? 0 : longer) +
+               unsigned(is_longer ? tile : tile - in_longer) / (is_longer ? quota + 1 : quota);
     }
 
     // First tile of one of the splits of an item.
