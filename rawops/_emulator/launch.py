@@ -202,7 +202,9 @@ class Launch:
         for machine in idle:
             machine.attach(self)
         running: deque[Machine] = deque()
-        stuck, still, progress = 0, 0, self.progress  # turns without progress, and without any change
+        stuck, progress = 0, self.progress
+        registers: dict[Machine, int] = {}  # of those that had a turn since nobody gets on any more
+        still = 0  # turns that left them as they were
         while todo or running:
             if not running or (stuck >= len(running) and todo):
                 machine = idle.pop() if idle else Machine(Context(self, resident))
@@ -216,9 +218,14 @@ class Launch:
                 continue
             running.append(machine)
             stuck = stuck + 1 if self.progress == progress else 0
-            still = still + 1 if stuck and machine.stands_still else 0
             progress = self.progress
-            if still > len(running) and not todo:
+            if todo or stuck <= len(running):
+                registers.clear()
+                still = 0
+                continue
+            before, registers[machine] = registers.get(machine), machine.registers()
+            still = still + 1 if registers[machine] == before else 0
+            if still >= len(running):
                 raise self._deadlock(running)
         if not self._globals:  # their addresses are bound into the instructions
             _keep(alike, idle[:1])

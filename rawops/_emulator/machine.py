@@ -58,8 +58,6 @@ class Machine:
         self._gave_up_at = -1  # launch.progress when waits last ended for want of time
         self._yielded: dict[Key, Lanes] = {}
         self._ran = 0  # basic blocks since those that yielded had their turn
-        self._registers = 0  # a hash of them when all lanes were found spinning
-        self.stands_still = False  # all lanes spin, and come to where they were: more rounds would not help
         self._returns: dict[str, np.ndarray] = {}
         self._branches: dict[int, Callable[[Lanes], np.ndarray]] = {}
         self._group_of: np.ndarray | None = None
@@ -74,8 +72,6 @@ class Machine:
 
     def start(self, blocks: np.ndarray) -> None:
         """Take up a batch of blocks."""
-        self.stands_still = False
-        self._registers = 0
         self._push(self.ctx.program.entry.start, self.ctx.start(blocks))
 
     def turn(self) -> State:
@@ -96,10 +92,13 @@ class Machine:
                     progress = launch.progress
                     self._release()
                     if rounds > _PATIENCE:
-                        self._compare()
                         return State.SPINNING
             key = self._choose()
             self._run(key[1], self._fronts.pop(key))
+
+    def registers(self) -> int:
+        """Return a hash of all registers: a turn without progress that leaves them as they were leads nowhere."""
+        return hash(tuple(bits.tobytes() for bits in self.ctx.registers.values()))
 
     def _release(self) -> None:
         """Those that let others run first have their turn."""
@@ -107,11 +106,6 @@ class Machine:
         for key, lanes in yielded.items():
             _merge(self._fronts, key, lanes)
         self._ran = 0
-
-    def _compare(self) -> None:
-        """Look whether a turn without progress has brought back the registers of the one before."""
-        before, self._registers = self._registers, hash(tuple(r.tobytes() for r in self.ctx.registers.values()))
-        self.stands_still = self._registers == before
 
     # ---- fronts --------------------------------------------------------------------------------------
 
