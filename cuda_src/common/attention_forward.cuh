@@ -16,9 +16,6 @@ __device__ inline int made_anew(int x) {
     return x;
 }
 
-// A value that all lanes have alike, for the compiler to keep in a register of the warp's.
-__device__ inline int uniform(int x) { return __reduce_or_sync(~0u, x); }
-
 // What all threads of a block know alike. In shared memory it costs the main loop no registers; it is there from the
 // first barrier of AttentionForward::run on.
 template <class T, template <class> class Rows> struct AttentionWork {

@@ -211,13 +211,6 @@ template <int COUNT> __device__ inline void claim_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// A number that is the same in all lanes, now in a register that the warp has once.
-__device__ inline int uniform(int number) {
-    int same;
-    asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(same) : "r"(number));
-    return same;
-}
-
 // A barrier of COUNT threads, whole warps. ID 0 is that of __syncthreads(); an ID in a register would take all sixteen.
 template <int ID, int COUNT = kWarpGroupSize> __device__ inline void sync_group() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");

@@ -1,4 +1,4 @@
-// Integer names, accumulator types and conversions that every kernel shares.
+// Integer names, accumulator types, conversions and small helpers that every kernel shares.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -41,6 +41,13 @@ template <class T> __device__ inline T narrow(double x) { return static_cast<T>(
 template <class T> __device__ inline T narrow(int x) { return static_cast<T>(x); }
 template <> __device__ inline __half narrow<__half>(float x) { return __float2half_rn(x); }
 template <> __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+// A number that is the same in all lanes, now in a register that the warp has once.
+__device__ inline int uniform(int number) {
+    int same;
+    asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(same) : "r"(number));
+    return same;
+}
 
 // Elements that one instruction moves: the pointer must be aligned to the whole.
 template <class T, int COUNT> struct alignas(sizeof(T) * COUNT) Vector {
