@@ -291,14 +291,16 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     memory = (problem.batches * problem.N * problem.parts + tiles * rows // 4) * problem.K
     memory = memory * problem.itemsize // _MEMORY_BYTES
     memory += memory * (sm_count - config.blocks) // (4 * sm_count) if config.blocks < sm_count else 0
-    cost = config.waves * finish
-    for wave in range(config.waves):
-        share = min(tiles - wave * at_a_time, at_a_time)
+    last = tiles - (config.waves - 1) * at_a_time
+
+    def wave(share: int, is_first: bool) -> int:
         needed = memory * share // tiles
-        if wave > 0 and config.block_m == 64 and cluster <= 2 and not problem.grouped:
+        if not is_first and config.block_m == 64 and cluster <= 2 and not problem.grouped:
             needed += needed * (at_a_time - share) // (4 * at_a_time)
-        cost += max(main_loop, needed)
-    return cost
+        return max(main_loop, needed)
+
+    full = (config.waves - 1) * wave(at_a_time, True)  # all alike: there may be millions of them
+    return config.waves * finish + full + wave(last, config.waves == 1)
 
 
 def wants_split(problem: Problem, config: Config, sm_count: int) -> bool:

@@ -176,7 +176,7 @@ def test_one_row(capsys):
     assert found["limited_by"] == "the memory"
 
 
-@pytest.mark.parametrize("sizes", [("0", "5", "8"), ("5", "5", "0"), ("1", "8", "8")])
+@pytest.mark.parametrize("sizes", [("0", "5", "8"), ("5", "5", "0"), ("0", "0", "0"), ("1", "8", "8")])
 def test_small_sizes(capsys, sizes):
     found = explained(capsys, "gemm", *sizes)
     assert (found["launches"] == []) == ("0" in sizes[:2])

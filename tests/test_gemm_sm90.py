@@ -1,6 +1,7 @@
 """The Hopper GEMM: every layout, tile width and way out, ragged edges, asynchrony in any order, the choice of tiles."""
 
 import itertools
+import time
 
 import ml_dtypes
 import numpy as np
@@ -318,6 +319,13 @@ def test_decoding_keeps_the_memory_busy(M, N, K, k_major):
 def test_a_last_wave_that_is_not_full_costs():
     """One wave of 128 tiles, 224 wide, rather than 1.7 waves of tiles 128 wide."""
     assert sm90.select_config(sm90.Problem(2, 28672, 4096), **H200).waves == 1
+
+
+def test_a_choice_takes_no_longer_for_many_waves():
+    """Two milliseconds for any product: 2^31 small ones are 16 million waves."""
+    start = time.perf_counter()
+    config = sm90.select_config(sm90.Problem(8, 8, 8, 2**31 - 2**16), **H200)
+    assert config.waves > 10**7 and time.perf_counter() - start < 2
 
 
 def test_split_is_left_to_another_kernel():

@@ -67,8 +67,9 @@ def add_roofline(explanation: Explanation, board: Board, precision: str, operati
     explanation.add("compute_floor_us", compute, f"{operations:.4g} / {peak:.4g} operations a second, {precision}")
     explanation.add("memory_floor_us", memory, f"{size:.4g} / {board.bandwidth:.4g} bytes a second")
     limit = "the arithmetic" if compute > memory else "the memory"
+    intensity = operations / max(size, 1)  # without operands there are no operations either
     explanation.add(
-        "limited_by", limit, f"{operations / size:.4g} operations a byte, balance {peak / board.bandwidth:.4g}"
+        "limited_by", limit, f"{intensity:.4g} operations a byte, balance {peak / board.bandwidth:.4g}"
     )
 
 
