@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from rawops._gemm_call import ONE, Product
 from rawops._gemm_operands import Options
+from rawops._runtime import checks
 
 _BLOCK_ENTRIES = 1 << 24  # of the weight at a time: what the wider copies take
 
@@ -30,6 +33,7 @@ class MergeError:
 
 def merge_into(function: str, c, pairs: list, slices: tuple, scaling: float) -> MergeError:
     """Add ``scaling * a @ b`` to the columns of c that belong to each slice; pairs are (a, b) or None."""
+    checks.output(function, "c", c)
     wide = "float32" if c.dtype.itemsize == 2 else c.dtype.name
     product = Product(function, Options(out_dtype=wide))
     largest, lost, added = 0.0, 0.0, 0.0
@@ -45,7 +49,7 @@ def merge_into(function: str, c, pairs: list, slices: tuple, scaling: float) -> 
             exact = product((a, b[:, begin - start : end - start], None, columns, None, None), (0, scaling, 0), ONE)
             columns[...] = exact.astype(c.dtype)
             error = columns.astype(wide) - exact
-            largest = max(largest, float(abs(error).max()))
+            largest = float(np.maximum(largest, float(abs(error).max())))  # NaN stays NaN
             lost += float((error.astype("float64") ** 2).sum())
             added += float(((exact - before).astype("float64") ** 2).sum())
     return MergeError(largest, math.sqrt(lost / added) if added else 0.0)

@@ -460,7 +460,9 @@ class SlicedLoRA(MultiLoRA):
 
     def __call__(self, x, *, residual=None, out=None):
         check_given(self._function, x=x)
-        return super().__call__(x, np.broadcast_to(self._index, x.shape[:-1]), residual=residual, out=out)
+        (taken,), _ = arrays.take(self._function, x=x)
+        check_input(self._function, taken, self.c)
+        return super().__call__(x, np.broadcast_to(self._index, taken.shape[:-1]), residual=residual, out=out)
 
 
 def _has_non_finite(x):

@@ -40,8 +40,14 @@ class LinearOperator:
     """
 
     def __init__(self, shape, matvec: Callable, rmatvec: Callable, dtype) -> None:
-        self.shape, self.dtype = tuple(int(extent) for extent in shape), np.dtype(dtype)
-        self._products = {False: matvec, True: rmatvec}
+        function = "LinearOperator"
+        if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+            fail(TypeError, function, "shape", "be (m, n)", repr(shape))
+        self.shape = tuple(checks.int_range(function, "shape", extent, 0, 2**63 - 1) for extent in shape)
+        for name, product in (("matvec", matvec), ("rmatvec", rmatvec)):
+            if not callable(product):
+                fail(TypeError, function, name, "be a function of a vector", repr(product))
+        self.dtype, self._products = np.dtype(dtype), {False: matvec, True: rmatvec}
 
     def matvec(self, x, alpha=1.0, beta=0.0, out=None):
         """Return alpha * A @ x + beta * out, in `out` if given."""

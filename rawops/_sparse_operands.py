@@ -56,7 +56,10 @@ def _scalar(function: str, device, name: str, value, dtype) -> tuple:
         return packed(array, device.pointer)
     if not isinstance(value, numbers.Complex):
         checks.fail(TypeError, function, name, "be a number", f"{value!r} ({type(value).__name__})")
-    value = complex(value)
+    try:
+        value = complex(value)
+    except OverflowError:
+        checks.fail(ValueError, function, name, "fit a float", f"a larger {type(value).__name__}")
     if value.imag and dtype.kind != "c":
         hint = "Convert x to a complex type."
         checks.fail(TypeError, function, name, f"be real for a result of {dtype.name}", value, hint)

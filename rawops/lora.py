@@ -178,7 +178,8 @@ class FusedLoRA:
         """
         weight, lora_a, lora_b = _peft_matrices(weight=weight, lora_a=lora_a, lora_b=lora_b)
         alpha, rank = checks.number("FusedLoRA.from_peft", "lora_alpha", lora_alpha), lora_a.shape[0]
-        scaling = alpha / (math.sqrt(rank) if use_rslora else rank) if rank else 0.0
+        is_stabilised = checks.flag("FusedLoRA.from_peft", "use_rslora", use_rslora)
+        scaling = alpha / (math.sqrt(rank) if is_stabilised else rank) if rank else 0.0
         return cls(weight.T, lora_a.T, lora_b.T, scaling, **keywords)
 
     def __call__(self, x, *, residual=None, out=None):

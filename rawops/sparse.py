@@ -339,7 +339,7 @@ class SparseMatrix:
         return self.matvec(x)
 
     def __rmatmul__(self, x):
-        return self.T.matvec(x) if getattr(x, "ndim", None) == 1 else self.T.matmat(x.T).T
+        return self.T.matmat(x.T).T if getattr(x, "ndim", None) == 2 else self.T.matvec(x)
 
     def _multiply(self, function: str, way: bool, conjugated: bool, x, alpha, beta, out):
         known = self._known(way, x, alpha, beta, out)

@@ -398,6 +398,11 @@ def test_errors(device):
         (ValueError, "FusedLoRA.from_peft: weight must be given", lambda: FusedLoRA.from_peft(None, a.T, b.T, 8)),
         (
             TypeError,
+            "FusedLoRA.from_peft: use_rslora must be True or False",
+            lambda: FusedLoRA.from_peft(c.T, a.T, b.T, 8, use_rslora="no"),
+        ),
+        (
+            TypeError,
             "FusedLoRA.from_peft: lora_b must have dtype float16",
             lambda: FusedLoRA.from_peft(c.T, a.T, zeros(8, 2, dtype="f4"), 8),
         ),
@@ -502,6 +507,15 @@ def test_error_of_a_merge(device, rng, dtype):
     assert abs(device.get(op.c).astype(float) - inputs["c"].astype(float)).max() <= error.largest + abs(distance).max()
 
 
+def test_a_merge_that_makes_nan_says_so(device):
+    """inf - inf: an error that is no number is not 0."""
+    c, a, b = (np.ones(shape, np.float16) for shape in ((4, 6), (4, 2), (2, 6)))
+    c[1, 2], a[1] = np.inf, -np.inf
+    with np.errstate(invalid="ignore"):
+        error = FusedLoRA(*map(device.put, (c, a, b))).merge()
+    assert np.isnan(error.largest) and np.isnan(error.relative)
+
+
 def test_merge_of_slices(device, rng):
     K, slices = 24, [(0, 16), (16, 24), (24, 40)]
     a, b, whole_a, whole_b = sliced(rng, K, slices, (5, None, 3))
@@ -537,6 +551,13 @@ def test_errors_of_slices_and_merges(device):
             lambda: FusedLoRA(zeros(6, 8, dtype="f4"), [a, a], [b, b], slices=halves),
         ),
         (ValueError, "FusedLoRA.unmerge: c must be a merged one", op.unmerge),
+        (TypeError, "FusedLoRA: x must be a GPU array", lambda: FusedLoRA(c, [a], [b], slices=halves[:1])([1.0])),
+        (ValueError, "FusedLoRA: x must have shape", lambda: FusedLoRA(c, [a], [b], slices=halves[:1])(zeros(6))),
+        (
+            ValueError,
+            "FusedLoRA.merge: c must have entries of its own",
+            lambda: FusedLoRA(device.xp.lib.stride_tricks.as_strided(c, c.shape, (0, 2)), a, zeros(2, 8)).merge(),
+        ),
         (ValueError, "FusedLoRA.merge: c must be the base weight", merged.merge),
     ]:
         with pytest.raises(error) as raised:

@@ -491,6 +491,20 @@ def test_mistakes(device, error, message, options):
         rawops.lsmr(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        (r"shape must be \(m, n\), got 3", (3, abs, abs)),
+        (r"shape must be \(m, n\), got \(2, 3, 4\)", ((2, 3, 4), abs, abs)),
+        ("shape must be an integer, got 2.5", ((2.5, 3), abs, abs)),
+        ("rmatvec must be a function of a vector, got None", ((2, 3), abs, None)),
+    ],
+)
+def test_mistakes_of_an_operator(message, arguments):
+    with pytest.raises(TypeError, match=f"^LinearOperator: {message}"):
+        rawops.LinearOperator(*arguments, "float64")
+
+
 def test_host_arrays_are_refused():
     with pytest.raises((TypeError, ImportError), match=r"cupy\.asarray|emulate"):
         rawops.lsmr(np.eye(3), np.ones(3))
