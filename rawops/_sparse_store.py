@@ -41,6 +41,7 @@ class Store:
         self.choices: dict[bool, Choice] = {}
         self.products: dict[bool, Product] = {}
         self.dense = {way: Dense(device, kept) for way, kept in self.rows.items()}
+        self.tunings = 0  # so that whoever holds on to kernels, and their memory, knows of others
         self.ready: dict[tuple, tuple[int, int]] = {}  # the sizes of x and y of calls that need no more checks
         for way in (False, True):
             if way in self.rows:
@@ -95,6 +96,7 @@ class Store:
 
     def tune(self) -> None:
         """Time a few kernels for each format and keep the fastest."""
+        self.tunings += 1
         for way, rows in self.rows.items():
             if rows.nnz == 0:
                 continue

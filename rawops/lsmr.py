@@ -22,6 +22,7 @@ from rawops._lsmr_operators import (
     EmptyProduct,
     LinearOperator,
     PreconditionedProduct,
+    SparseProduct,
     column_scaling,
     product_of,
 )
@@ -141,6 +142,7 @@ class LSMR:
             self._product = self._preconditioned(preconditioner)
         self._vectors = checks.choice(self._function, "vectors", vectors, (None, "float64"))
         self._engines: dict[tuple, Engine] = {}
+        self._tunings = _tunings_of(self._product)
 
     def _total_rows(self) -> int:
         product = self._product
@@ -245,7 +247,9 @@ class LSMR:
         return LSMRResult(x, codes, codes.copy(), *(norms.copy() for _ in HISTORY), history=kept, status=[])
 
     def _engine(self, problem: _Problem, columns: int) -> Engine:
-        key = problem.device, problem.dtype, columns
+        key, tunings = (problem.device, problem.dtype, columns), _tunings_of(self._product)
+        if tunings != self._tunings:  # graphs and workspaces are those of the kernels before
+            self._engines, self._tunings = {}, tunings
         if key not in self._engines:
             with _current(problem.device):
                 self._engines[key] = Engine(problem.device, self._product, problem.dtype, columns, self._capacity)
@@ -268,6 +272,13 @@ class LSMR:
         dtype = np.result_type(*(inexact or ["float64"]), self._vectors or "float32")
         b, x0 = (x if x is None else x.astype(dtype, copy=False) for x in (b, x0))
         return _Problem(device, dtype, b, x0, give)
+
+
+def _tunings_of(product) -> int:
+    """Return how often the `SparseMatrix` of a product has been tuned; of others 0."""
+    while hasattr(product, "product"):
+        product = product.product
+    return product.matrix._store.tunings if isinstance(product, SparseProduct) else 0
 
 
 def _number(function: str, name: str, value) -> float:

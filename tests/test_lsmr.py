@@ -8,8 +8,9 @@ from scipy.sparse.linalg import LinearOperator as SciPyOperator
 from scipy.sparse.linalg import lsmr as scipy_lsmr
 
 import rawops
-from rawops import _lsmr_small
+from rawops import _lsmr_small, _sparse_store
 from rawops._lsmr_engine import Engine, _Reader
+from rawops._sparse_stream import ByStream
 from rawops.testing import has_gpu
 
 SHAPES = {"over": (40, 12), "under": (12, 40), "square": (16, 16), "one column": (9, 1), "one row": (1, 7)}
@@ -387,6 +388,21 @@ def test_solver_is_used_again(device, rng):
     again = solver.solve(device.put(b))
     assert again[1:] == first[1:]
     assert (device.get(again.x) == kept).all()
+
+
+def test_solver_whose_matrix_is_tuned_takes_the_new_kernels(device, rng, monkeypatch):
+    """They leave fewer partial sums, and a graph would read memory of the old ones that is gone."""
+    monkeypatch.setattr(_lsmr_small, "_MOST_BYTES", 0)
+    a = sparse.coo_array((rng.standard_normal(1800), np.divmod(np.arange(1800) * 5 % 7200, 24)), (300, 24)).tocsr()
+    b = rng.standard_normal(300)
+    A = rawops.SparseMatrix.from_scipy(a)
+    solver = rawops.LSMR(A, maxiter=2)
+    expected = scipy_lsmr(a, b, maxiter=2)
+    assert_same(device, solver.solve(device.put(b)), expected)
+    count = A._num_partials(False)
+    monkeypatch.setattr(_sparse_store, "_elapsed", lambda device, call: 2.0 - isinstance(call.func.__self__, ByStream))
+    assert A.tune().matvec.kernel == "stream" and A._num_partials(False) < count
+    assert_same(device, solver.solve(device.put(b)), expected)
 
 
 def test_show(device, rng, capsys):
