@@ -7,6 +7,7 @@ runs. Iterations past the stop change nothing, so the result is that of the firs
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -292,6 +293,7 @@ class _Reader:
                 copies.append(np.frombuffer(memory, source.dtype, source.size).reshape(source.shape))
             self._slots.append((cupy.cuda.Event(block=False, disable_timing=True), copies))
         self._get_stream, self._copy = cupy.cuda.get_current_stream, cupy.cuda.runtime.memcpyAsync
+        weakref.finalize(self, _hold, self._slots).atexit = False
 
     def record(self, with_history: bool) -> int:
         """Have the device copy its state as it is after all that has been launched; return a ticket."""
@@ -308,6 +310,17 @@ class _Reader:
         event, copies = self._slots[ticket - 1]
         event.synchronize()
         return copies
+
+
+_on_the_way: dict[int, tuple] = {}  # slots of readers that are gone
+
+
+def _hold(slots: list[tuple]) -> None:
+    """Hold slots until their copies have come: CuPy would give their memory to the next upload at once."""
+    _on_the_way.update((id(slot), slot) for slot in slots)
+    for key, (event, _) in list(_on_the_way.items()):
+        if event.done:
+            _on_the_way.pop(key, None)
 
 
 class _EmulatedReader:

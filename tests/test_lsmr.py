@@ -1,5 +1,9 @@
 """LSMR against SciPy's, and where SciPy has no answer against dense least squares."""
 
+import contextlib
+import types
+import weakref
+
 import numpy as np
 import pytest
 from lsmr_systems import NORMS, assert_same, counted, put_all, system, unchecked
@@ -8,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator as SciPyOperator
 from scipy.sparse.linalg import lsmr as scipy_lsmr
 
 import rawops
-from rawops import _lsmr_small, _sparse_store
+from rawops import _lsmr_engine, _lsmr_small, _sparse_store
 from rawops._lsmr_engine import Engine, _Reader
 from rawops._sparse_stream import ByStream
 from rawops.testing import has_gpu
@@ -403,6 +407,36 @@ def test_solver_whose_matrix_is_tuned_takes_the_new_kernels(device, rng, monkeyp
     monkeypatch.setattr(_sparse_store, "_elapsed", lambda device, call: 2.0 - isinstance(call.func.__self__, ByStream))
     assert A.tune().matvec.kernel == "stream" and A._num_partials(False) < count
     assert_same(device, solver.solve(device.put(b)), expected)
+
+
+def test_memory_of_copies_is_held_until_they_have_come():
+    event, copies = types.SimpleNamespace(done=False), [np.zeros(3)]
+    kept = weakref.ref(copies[0])
+    _lsmr_engine._hold([(event, copies)])
+    del copies
+    _lsmr_engine._hold([])
+    assert kept() is not None
+    event.done = True
+    _lsmr_engine._hold([])
+    assert kept() is None
+
+
+@pytest.mark.gpu
+def test_a_solve_that_is_cut_short_leaves_later_uploads_alone(device, rng):
+    """A chunk is under way, and then the copy of its state, when the solver and its pinned memory are let go."""
+    import cupy
+
+    a, b = cupy.ones((20000, 2000), "float32"), cupy.asarray(rng.standard_normal(20000), "float32")
+    a[cupy.arange(2000), cupy.arange(2000)] += cupy.arange(2000, dtype="float32")
+
+    def stop(iteration):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with contextlib.suppress(KeyboardInterrupt):
+            rawops.lsmr(a, b, atol=0, btol=0, conlim=0, callback=stop)
+        uploaded = [cupy.asarray(np.full(100, 7.0)) for _ in range(4)]
+        assert all((x.get() == 7).all() for x in uploaded)
 
 
 def test_show(device, rng, capsys):
