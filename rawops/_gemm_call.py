@@ -176,7 +176,7 @@ class Product:
             if len(bound) >= _MAX_BOUND:
                 bound.clear()
             bound[call] = None
-        elif not launch.collides(addresses):
+        elif not launch.collides(addresses, *call[-2:]):
             bound[call] = launch.bind(addresses, *call[-2:])
 
     def _call_converted(self, operands: tuple, alpha: tuple, beta: tuple):
@@ -216,7 +216,7 @@ class Product:
             out = launch.device.empty(launch.out_shape, launch.out_dtype)
             addresses[_OUT] = launch.device.pointer(out)
             operands = (*operands[:_OUT], out, *operands[_OUT + 1 :])
-        elif launch.collides(addresses):
+        elif launch.collides(addresses, alpha, beta):
             aside = launch.device.empty(launch.out_shape, launch.out_dtype)
             result = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), alpha, beta)
             if out.itemsize == 1:  # CuPy copies no float8
@@ -246,7 +246,8 @@ class Product:
         dtype, out_dtype, sizes = self.check(request)
         empty = 0 in (*sizes.result, *named["b"].shape[:-2])
         steps = None if empty else self._steps(device, request, dtype, out_dtype, sizes)
-        return Launch(device, sizes.result, dtypes.numpy(out_dtype), overlaps(request), steps)
+        span = arrays.span(named["out"]) if named["out"] is not None else (0, 0)
+        return Launch(device, sizes.result, dtypes.numpy(out_dtype), overlaps(request), steps, span)
 
     # What a derived product changes. `further` are the operands beyond `ROLES`.
 

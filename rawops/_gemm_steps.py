@@ -142,6 +142,8 @@ class Launch:
     steps : object
         `run` takes all arrays and their addresses, alpha and beta. None where there is nothing to launch. Where one
         launch is all, `bind` takes addresses, alpha and beta, and returns what makes it again.
+    span : tuple
+        The first byte of an out that is given and the one past its last, from its address.
     bound : dict
         What it has returned, by what it has taken; None for a call that was made once.
     """
@@ -151,15 +153,19 @@ class Launch:
     out_dtype: np.dtype
     overlaps: tuple
     steps: object
+    span: tuple[int, int] = (0, 0)
     bound: dict = field(default_factory=dict)
 
     @property
     def bind(self) -> Callable | None:
         return getattr(self.steps, "bind", None)
 
-    def collides(self, addresses: list) -> bool:
-        """Tell whether the result would overwrite what is still to be read."""
+    def collides(self, addresses: list, *scalars: tuple) -> bool:
+        """Tell whether the result would overwrite what is still to be read, alpha and beta too, where they are arrays."""
         out = addresses[_OUT]
+        low, high = self.span
+        if any(address and low - 8 < address - out < high for address, *_ in scalars):
+            return True
         for index, low, high, allowed in self.overlaps:
             distance = addresses[index] - out
             if low < distance < high and distance != allowed:

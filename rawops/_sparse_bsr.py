@@ -192,7 +192,7 @@ class BSRMatrix:
         is_float32 = self.dtype == dtype == np.float32
         if precision == "tf32" and not is_float32:
             checks.fail(TypeError, function, "precision", "be None but for float32", f"'tf32' for {dtype}")
-        factors = given.scalars(function, device, dtype, alpha, beta)  # not in place of the arrays, which are read yet
+        *factors, _kept = given.scalars(function, device, dtype, alpha, beta, out)
         target = given.target(function, device, out, (self.shape[0], x.shape[1]), dtype, factors[1])
         if target.size:
             aside = target if out is None or not given.overlap(out, x) else target.copy()

@@ -42,17 +42,22 @@ def on_device(function: str, device, found, name: str) -> None:
         checks.fail(ValueError, function, name, f"be on the matrix's device ({device})", str(found), hint)
 
 
-def scalars(function: str, device, dtype, alpha, beta) -> tuple[tuple, tuple]:
-    """Return both factors as the kernels take them."""
-    return _scalar(function, device, "alpha", alpha, dtype), _scalar(function, device, "beta", beta, dtype)
+def scalars(function: str, device, dtype, alpha, beta, out=None) -> tuple[tuple, tuple, list]:
+    """Return both factors as the kernels take them, and what to hold on to until the launch: copies of those in out."""
+    kept: list = []
+    alpha = _scalar(function, device, "alpha", alpha, dtype, out, kept)
+    return alpha, _scalar(function, device, "beta", beta, dtype, out, kept), kept
 
 
-def _scalar(function: str, device, name: str, value, dtype) -> tuple:
+def _scalar(function: str, device, name: str, value, dtype, out, kept: list) -> tuple:
     if hasattr(value, "ndim") and not isinstance(value, np.generic):
         (array,), _ = arrays.take(function, **{name: value})
         checks.shape(function, name, array, ())
         checks.dtype(function, name, array, ("float64",))
         on_device(function, device, arrays.device_of(function, **{name: array}), name)
+        if out is not None and overlap(array, out):
+            array = array.copy()
+            kept.append(array)
         return packed(array, device.pointer)
     if not isinstance(value, numbers.Complex):
         checks.fail(TypeError, function, name, "be a number", f"{value!r} ({type(value).__name__})")

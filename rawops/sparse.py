@@ -316,7 +316,7 @@ class SparseMatrix:
         function = "SparseMatrix.matmat"
         x, out, give = given.operands(function, self._store.device, x, out, (self.shape[1], None))
         result_dtype = given.promoted(function, "x", self.dtype, x.dtype)
-        factors = given.scalars(function, self._store.device, result_dtype, alpha, beta)  # not in place of the arrays
+        *factors, _kept = given.scalars(function, self._store.device, result_dtype, alpha, beta, out)
         target = given.target(function, self._store.device, out, (self.shape[0], x.shape[1]), result_dtype, factors[1])
         aside = target if out is None or not given.overlap(out, x) else target.copy()
         x = x.astype(result_dtype, copy=False)
@@ -349,7 +349,7 @@ class SparseMatrix:
         rows, cols = self.shape if way == self._transposed else self.shape[::-1]
         x, out, give = given.operands(function, self._store.device, x, out, (cols,))
         result_dtype = given.promoted(function, "x", self.dtype, x.dtype)
-        factors = given.scalars(function, self._store.device, result_dtype, alpha, beta)  # not in place of the arrays
+        *factors, _kept = given.scalars(function, self._store.device, result_dtype, alpha, beta, out)
         target = given.target(function, self._store.device, out, (rows,), result_dtype, factors[1])
         xp = formats.module_of(x)
         aside = target

@@ -84,3 +84,15 @@ def test_a_plan_reads_them_at_every_call(device, rng):
     for x, y in ((1.0, 0.0), (0.5, 3.0), (0.0, 2.0)):
         alpha[...], beta[...] = x, y
         np.testing.assert_array_equal(device.get(plan(a, b, c)).astype(float), x * product + y)
+
+
+@pytest.mark.parametrize("role", ["alpha", "beta"])
+def test_a_scalar_in_the_place_of_the_result(device, rng, role):
+    """An entry of out that the first tile writes, and tiles of a later round read: the answer of numbers."""
+    M, N = (64, 3000) if device.is_emulated else (2048, 8192)
+    a, b, c = (rng.integers(-3, 4, shape).astype("float32") for shape in ((M, 8), (8, N), (M, N)))
+    out = device.put(np.full((M, N), 2, np.float32))
+    scalars = {"alpha": 1.0, "beta": 1.0, role: out[:1, :1].reshape(())}
+    gemm(*map(device.put, (a, b, c)), **scalars, out=out)
+    factors = {"alpha": 1.0, "beta": 1.0, role: 2.0}
+    np.testing.assert_array_equal(device.get(out), factors["alpha"] * a @ b + factors["beta"] * c)

@@ -296,6 +296,18 @@ def test_out_over_x(device, rng):
         same(device, whole[place], 2 * (made.dense() @ x[:16]) + x[place])
 
 
+def test_factors_in_the_place_of_the_result(device, rng):
+    """Entries of out that one block writes and others read: the answer of numbers."""
+    made = Coordinates(rng, (700, 30), 3, "float64")
+    A, X = made.put(device), integers(rng, (30, 6), "float64")
+    for product, x in ((A.matvec, X[:, 0].copy()), (A.matmat, X), (A.to_bsr(4).matmat, X)):
+        want = 2 * made.dense() @ x + 2 * np.full((700, *x.shape[1:]), 2.0)
+        out = device.put(np.full(want.shape, 2.0))
+        factor = out.reshape(-1)[:1].reshape(())
+        product(device.put(x), factor, factor, out)
+        same(device, out, want)
+
+
 def test_arguments_are_not_changed(device, rng):
     made = Coordinates(rng, (11, 13), 4)
     arrays = [device.put(x.copy()) for x in (made.data, made.indices, made.indptr)]
