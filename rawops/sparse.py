@@ -204,13 +204,18 @@ class SparseMatrix:
         return Plan(*(store.choices[way] for way in ways), len(store.rows) == 2, kept)
 
     def to_scipy(self):
-        """Copy to a SciPy array on the host, CSR or CSC, with entries in the order that is kept. It synchronises."""
+        """Copy to a SciPy array on the host, CSR or CSC, with entries in the order that is kept. It synchronises.
+
+        Values of 16 bits, with which SciPy does not compute, become float32.
+        """
         from scipy import sparse
 
         store = self._store
         rows, is_csc = store.values, store.given != self._transposed
         xp = formats.module_of(rows.data)
         host = [x.copy() if xp is np else xp.asnumpy(x) for x in (rows.data, rows.indices, rows.indptr)]
+        if self.dtype.itemsize == 2:
+            host[0] = host[0].astype(np.float32)
         if self._conjugated:
             host[0] = host[0].conj()
         return (sparse.csc_array if is_csc else sparse.csr_array)(tuple(host), shape=self.shape)

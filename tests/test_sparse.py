@@ -416,6 +416,11 @@ def test_to_and_from_scipy(device, rng):
             back = view.to_scipy()
             assert back.shape == want.shape
             np.testing.assert_array_equal(back.toarray(), want.astype(np.complex64))
+    for dtype in ("float16", ml_dtypes.bfloat16):
+        made = Coordinates(rng, (12, 8), 3, dtype)
+        back = made.put(device).to_scipy()
+        assert back.dtype == np.float32
+        np.testing.assert_array_equal(back.toarray(), made.dense())
 
 
 def test_from_cupy_takes_what_is_on_the_device(device, rng):
