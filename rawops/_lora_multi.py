@@ -356,7 +356,7 @@ class MultiLoRA:
         with self._current():
             stack = _Stack.empty(device, self.c.dtype, self.c.shape, self.max_loras, self.max_rank, self.slices)
         self._product.use(stack)
-        self._stack = stack
+        self._stack, self._loaded = stack, set()
 
     def load(self, slot: int, a, b, scaling: float = 1.0) -> None:
         """Copy an adapter into a slot, in the place of what was there.
@@ -391,12 +391,14 @@ class MultiLoRA:
                     stack.non_finite[slot] |= _has_non_finite(pair[1])
                 stack.ranks[slot, i] = rank
             stack.scalings[slot] = scaling
+        self._loaded.add(slot)
 
     def unload(self, slot: int) -> None:
         """Empty a slot, in stream order as `load`; rows with its index then have no adapter."""
         slot = checks.int_range("MultiLoRA.unload", "slot", slot, 0, self.max_loras - 1)
         with self._current():
             self._stack.ranks[slot] = 0
+        self._loaded.discard(slot)
 
     def __call__(self, x, lora_indices, *, residual=None, out=None):
         """Run on x (..., K) with the adapters in the slots lora_indices (...), int32 on the device, in any order.
@@ -436,12 +438,14 @@ class MultiLoRA:
         return give(result if out is None else out)
 
     def _check_indices(self, lora_indices) -> None:
+        check_given("MultiLoRA", lora_indices=lora_indices)
         (indices,), _ = arrays.take("MultiLoRA", lora_indices=lora_indices)
-        for index in sorted({int(i) for i in indices.tolist()} - {-1}):
+        checks.dtype("MultiLoRA", "lora_indices", indices, ("int32",))
+        for index in sorted({*indices.ravel().tolist()} - {-1}):
             if not 0 <= index < self.max_loras:
                 rule = f"be -1 or between 0 and {self.max_loras - 1}"
                 checks.fail(ValueError, "MultiLoRA", "lora_indices", rule, index)
-            if not self._stack.ranks[index].any():
+            if index not in self._loaded:
                 checks.fail(ValueError, "MultiLoRA", "lora_indices", "name slots with an adapter", f"empty {index}")
 
 

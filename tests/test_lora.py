@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import rawops
+from rawops import config
 from rawops._gemm_config import Problem
 from rawops._lora_config import select_config, shared_bytes
 from rawops.lora import FusedLoRA, lora_linear
@@ -563,6 +564,16 @@ def test_errors_of_slices_and_merges(device):
         with pytest.raises(error) as raised:
             call()
         assert str(raised.value).startswith(text)
+
+
+def test_ranges_without_ranks_under_checks(device, rng, monkeypatch):
+    """With RAWOPS_CHECK=1, for which indices must name adapters: those of slices are none of the caller's."""
+    monkeypatch.setattr(config, "current", lambda: config.Config(check=True))
+    x, c = integers(rng, (2, 3, 6)), integers(rng, (6, 8))
+    a, b = device.put(integers(rng, (6, 0))), device.put(integers(rng, (0, 4)))
+    for factors in (([None], [None]), ([a], [b])):
+        got = FusedLoRA(device.put(c), *factors, slices=[(0, 4)])(device.put(x))
+        same(device, got, references.gemm(x, c))
 
 
 def test_one_range_without_factors(device, rng):

@@ -636,9 +636,20 @@ def test_checked_indices(device, rng, monkeypatch):
     load(device, op, {1: adapter(rng, 8, 16, 4)})
     monkeypatch.setattr(config, "current", lambda: config.Config(check=True))
     op(x, device.put(np.array([1, -1, 1], np.int32)))
+    minus = device.put(np.full(3, -1, np.int32))
     for index, text in ((2, "be -1 or between 0 and 1, got 2"), (-2, "between 0 and 1, got -2"), (0, "got empty 0")):
         with pytest.raises(ValueError, match=text):
             op(x, device.put(np.array([1, index, -1], np.int32)))
+    with pytest.raises(TypeError, match="lora_indices must have dtype int32"):
+        op(x, device.put(np.array([1, -1, 1])))
+    with pytest.raises(ValueError, match="lora_indices must be given"):
+        op(x, None)
+    same(device, op(x[:, None], device.put(np.full((3, 1), -1, np.int32))), device.get(op(x, minus)).reshape(3, 1, 16))
+    op.load(0, device.put(integers(rng, (8, 0))), device.put(integers(rng, (0, 16))))
+    same(device, op(x, device.put(np.zeros(3, np.int32))), device.get(op(x, minus)))  # of rank 0, and not empty
+    op.unload(0)
+    with pytest.raises(ValueError, match="got empty 0"):
+        op(x, device.put(np.zeros(3, np.int32)))
 
 
 def test_errors(device):
