@@ -251,7 +251,13 @@ def _bench(options) -> int:
         return 2
     sys.argv = [str(script), *options.rest]
     sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ModuleNotFoundError as error:
+        if str(error.name).split(".")[0] not in ("cupy", "cupyx", "torch"):
+            raise
+        print(f"bench {options.op}: needs a GPU, CuPy and its rivals: {error.name} was not found", file=sys.stderr)
+        return 1
     return 0
 
 

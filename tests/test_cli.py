@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,17 @@ def test_usage_errors(capsys):
         assert code == 2 and "usage" in err and out == ""
     code, _, err = run(capsys, "bench", "nonsense")
     assert code == 2 and "OP must be one of" in err and "'nonsense'" in err
+
+
+def test_a_bench_without_its_rival_says_so(capsys, monkeypatch):
+    def run_path(*_, **__):
+        raise ModuleNotFoundError(name="cupyx.cusparse")
+
+    monkeypatch.setattr(runpy, "run_path", run_path)
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    code, _, error = run(capsys, "bench", "sparse")
+    assert code == 1 and error == "bench sparse: needs a GPU, CuPy and its rivals: cupyx.cusparse was not found\n"
 
 
 def test_version_and_help(capsys):
