@@ -161,7 +161,7 @@ class Launch:
         return getattr(self.steps, "bind", None)
 
     def collides(self, addresses: list, *scalars: tuple) -> bool:
-        """Tell whether the result would overwrite what is still to be read, alpha and beta too, where they are arrays."""
+        """Tell whether the result would overwrite what is still to be read, also alpha or beta where it is an array."""
         out = addresses[_OUT]
         low, high = self.span
         if any(address and low - 8 < address - out < high for address, *_ in scalars):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 
 from rawops import _gemm_sm90, _gemm_sm90_config
 from rawops._gemm_explain import LAYOUTS, MAX_SIZE, explain_hopper
@@ -15,6 +16,7 @@ from rawops._runtime.paper import PaperArray, PaperDevice
 from rawops.lora import lora_linear
 
 _SIZES = {"M": "rows of x", "K": "columns of x", "N": "columns of c", "r": "rank of a and b"}
+_RIDES = "The columns of a ride along the main loop: x is read once, in one launch."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +46,7 @@ def explain(options: argparse.Namespace, device: PaperDevice) -> Explanation:
         problem = _gemm_sm90.describe_problem(described, M, N, K, (1, 1, 1), 0, low_rank)
         candidates = _gemm_sm90_config.candidates(problem, device.sm_count, device.max_shared_bytes)
         found.why.append(
-            "The columns of a ride along the main loop: x is read once, in one launch."
+            _RIDES
             if candidates[0].rides
             else "x @ a is made by a launch of its own beside the first tiles: riding along would cost every tile more."
         )
@@ -53,8 +55,9 @@ def explain(options: argparse.Namespace, device: PaperDevice) -> Explanation:
         found.why.append("Rank 0 is the plain product: see explain gemm.")
     elif dtype.itemsize > 2:
         found.why.append("No tensor core takes this type without rounding: three products, of which the last adds up.")
-    elif len(kernels) > 1:
-        found.why.append("x @ a is made by a launch of its own.")
+    elif kernels:
+        makes_y = any(re.match("rawops::(gemm_(?!repack|reduce)|gemv)", kernel) for kernel in kernels)
+        found.why.append("x @ a is made by a launch of its own." if makes_y else _RIDES)
     size = sum(math.prod(array.shape) for array in (x, c, a, b)) * dtype.itemsize + M * N * dtype.itemsize
     add_roofline(found, device.board, options.dtype, 2.0 * M * (K * N + r * (K + N)), size)
     return found

@@ -193,6 +193,7 @@ def test_small_sizes(capsys, sizes):
         (["64", "512", "512", "0", "--layout", "nn"], ["gemm"], "Rank 0"),
         (["64", "512", "512", "8", "--dtype", "float32"], ["gemm"], "three products"),
         (["2048", "4096", "4096", "8", "--gpu", "A100"], ["gemm", "lora_sm80"], "a launch of its own."),
+        (["8", "512", "512", "8", "--gpu", "A100"], ["lora_sm80"], "ride along the main loop"),
     ],
 )
 def test_lora(capsys, argv, kernels, why):

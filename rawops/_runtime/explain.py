@@ -68,9 +68,7 @@ def add_roofline(explanation: Explanation, board: Board, precision: str, operati
     explanation.add("memory_floor_us", memory, f"{size:.4g} / {board.bandwidth:.4g} bytes a second")
     limit = "the arithmetic" if compute > memory else "the memory"
     intensity = operations / max(size, 1)  # without operands there are no operations either
-    explanation.add(
-        "limited_by", limit, f"{intensity:.4g} operations a byte, balance {peak / board.bandwidth:.4g}"
-    )
+    explanation.add("limited_by", limit, f"{intensity:.4g} operations a byte, balance {peak / board.bandwidth:.4g}")
 
 
 def add_waves(explanation: Explanation, counts: dict[str, int], at_a_time: int, limit: str) -> None:
