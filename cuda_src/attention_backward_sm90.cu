@@ -5,6 +5,14 @@
 
 namespace rawops {
 
+// Which of `parts` blocks of a head and sequence this one is: x alone has room for any number of heads and sequences.
+struct PartOfHead {
+    int part, parts, head, batch;
+
+    __device__ PartOfHead(int parts, int heads)
+        : part(blockIdx.x % parts), parts(parts), head(blockIdx.x / parts % heads), batch(blockIdx.x / parts / heads) {}
+};
+
 // Where a sequence lies, and the first of its tiles of queries of a head.
 template <int BLOCK_M> struct QueryRows {
     int begin, length, k_len, tile;
@@ -29,16 +37,17 @@ template <class T, int D, int BLOCK_M, int BLOCK_N>
 __global__ void __launch_bounds__(256)
     attention_backward_rows_sm90(const __grid_constant__ AttentionParams params, const T* dout,
                                  const __grid_constant__ AttentionStrides dout_strides, float* rows, float* dq,
-                                 int* turns, int q_tiles) {
+                                 int* turns, int q_tiles, int parts) {
     constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const AttentionShape& shape = params.shape;
-    const int lane = threadIdx.x % LANES, head = blockIdx.y, batch = blockIdx.z;
+    const PartOfHead place(parts, shape.heads);
+    const int lane = threadIdx.x % LANES, head = place.head, batch = place.batch;
     const QueryRows<BLOCK_M> sequence(params, q_tiles, head, batch);
     const int end = ceil_div(sequence.length, BLOCK_M) * BLOCK_M;
     const T* out = static_cast<const T*>(params.call.out) + batch * shape.out.batch + head * shape.out.head + lane * 8;
     dout += batch * dout_strides.batch + head * dout_strides.head + lane * 8;
 #pragma unroll 1
-    for (int row = blockIdx.x * ROWS + threadIdx.x / LANES; row < end; row += gridDim.x * ROWS) {
+    for (int row = place.part * ROWS + threadIdx.x / LANES; row < end; row += parts * ROWS) {
         const int64_t at = sequence.begin + row;
         float delta = 0, lse = 0;
         if (row < sequence.length) {
@@ -144,12 +153,13 @@ __device__ inline void store_queries(const AttentionShape& shape, const float* f
     }
 }
 
-// Zeros in rows `begin` to before `end` of a head, by all blocks of a row of the grid.
+// Zeros in rows `begin` to before `end` of a head, by all its blocks.
 template <class T>
-__device__ inline void clear_rows(T* to, const AttentionStrides& strides, int head, int begin, int end, int cols) {
-    for (int row = begin + blockIdx.x; row < end; row += gridDim.x) {
+__device__ inline void clear_rows(T* to, const AttentionStrides& strides, const PartOfHead& place, int begin, int end,
+                                  int cols) {
+    for (int row = begin + place.part; row < end; row += place.parts) {
         for (int col = threadIdx.x; col < cols; col += blockDim.x) {
-            to[row * strides.row + head * strides.head + col] = narrow<T>(0.0f);
+            to[row * strides.row + place.head * strides.head + col] = narrow<T>(0.0f);
         }
     }
 }
@@ -159,22 +169,23 @@ template <class T, int D, int BLOCK_M>
 __global__ void __launch_bounds__(256)
     attention_backward_dq_sm90(const __grid_constant__ AttentionParams params,
                                const __grid_constant__ AttentionBackwardParams backward, T* dq,
-                               const __grid_constant__ AttentionStrides dq_strides) {
+                               const __grid_constant__ AttentionStrides dq_strides, int parts) {
     const AttentionShape& shape = params.shape;
-    const int head = blockIdx.y, batch = blockIdx.z;
+    const PartOfHead place(parts, shape.heads);
+    const int head = place.head, batch = place.batch;
     if (batch >= shape.batches) {
         const int begin_q = max_of(params.call.cu_seqlens_q[batch], 0), total_k = shape.total_keys;
         const int begin_k = max_of(params.call.cu_seqlens_k[batch], 0);
-        clear_rows(dq, dq_strides, head, begin_q, shape.total_q, shape.head_dim);
+        clear_rows(dq, dq_strides, place, begin_q, shape.total_q, shape.head_dim);
         if (head < shape.heads / shape.group) {
-            clear_rows(static_cast<T*>(backward.dk), backward.dk_strides, head, begin_k, total_k, shape.head_dim);
-            clear_rows(static_cast<T*>(backward.dv), backward.dv_strides, head, begin_k, total_k, shape.head_dim_v);
+            clear_rows(static_cast<T*>(backward.dk), backward.dk_strides, place, begin_k, total_k, shape.head_dim);
+            clear_rows(static_cast<T*>(backward.dv), backward.dv_strides, place, begin_k, total_k, shape.head_dim_v);
         }
         return;
     }
     const QueryRows<BLOCK_M> sequence(params, backward.q_tiles, head, batch);
 #pragma unroll 1
-    for (int tile = blockIdx.x; tile * BLOCK_M < sequence.length; tile += gridDim.x) {
+    for (int tile = place.part; tile * BLOCK_M < sequence.length; tile += parts) {
         const int row = tile * BLOCK_M;
         const float* from = backward.dq + int64_t(sequence.tile + tile) * (BLOCK_M * D);
         T* to = dq + batch * dq_strides.batch + head * dq_strides.head + (sequence.begin + row) * dq_strides.row;

@@ -108,12 +108,13 @@ def run(
     gradients = (*gradients, *views["dk"].strides, *views["dv"].strides, q_tiles, fields["softmax_scale"])
     backward, choices = _BACKWARD.pack(*gradients), {"dtype": problem.dtype, "head_dim": D, "block_m": block_m}
 
-    values = (params, addresses["dout"], strides["dout"], of_rows, of_sums, of_turns, q_tiles)
-    grid = (row_tiles * block_m * D // (256 * 8), problem.heads, problem.batches)
+    parts = row_tiles * block_m * D // (256 * 8)
+    values = (params, addresses["dout"], strides["dout"], of_rows, of_sums, of_turns, q_tiles, parts)
+    grid = (parts * problem.heads * problem.batches, 1, 1)
     ROWS.kernel(device, **choices, block_n=_BLOCK_N[D]).launch(grid, (256, 1, 1), values)
     _run_main(device, problem, (_maps(device, problem, views, addresses, D), params, backward), choices, deterministic)
-    values = (params, backward, addresses["dq"], strides["dq"])
-    grid = (row_tiles, problem.heads, problem.batches + problem.varlen)
+    values = (params, backward, addresses["dq"], strides["dq"], row_tiles)
+    grid = (row_tiles * problem.heads * (problem.batches + problem.varlen), 1, 1)
     QUERIES.kernel(device, **choices).launch(grid, (256, 1, 1), values)
 
 
