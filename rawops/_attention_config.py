@@ -287,9 +287,9 @@ def _packed(problem: Problem, rows: int) -> int:
 def _config(problem, tile, block_m: int, block_n: int, slots: int, num_splits: int | None) -> Config:
     packed = _packed(problem, block_m)
     config = Config(tile, packed, max(1, _row_tiles(problem, block_m, packed)), 1)
-    if num_splits is None:
-        num_splits = splits_for(_blocks(problem, config), -(-problem.seqlen_k // block_n), slots)
-    return replace(config, splits=num_splits)
+    return replace(
+        config, splits=ranges_of(num_splits, _blocks(problem, config), -(-problem.seqlen_k // block_n), slots)
+    )
 
 
 def grid_of(problem: Problem, row_tiles: int, units: int) -> tuple[int, int, int]:
@@ -310,6 +310,11 @@ def grid_of(problem: Problem, row_tiles: int, units: int) -> tuple[int, int, int
 
 def _blocks(problem: Problem, config: Config) -> int:
     return config.row_tiles * problem.batches * (problem.heads // config.packed)
+
+
+def ranges_of(num_splits: int | None, blocks: int, steps: int, slots: int) -> int:
+    """Return as many ranges as are asked for and have a block of keys, which are `steps`, or the best number."""
+    return splits_for(blocks, steps, slots) if num_splits is None else max(1, min(num_splits, steps))
 
 
 def splits_for(blocks: int, steps: int, slots: int) -> int:

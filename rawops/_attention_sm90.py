@@ -23,7 +23,7 @@ from rawops._attention_config import (
     UNLIMITED,
     Problem,
     padded,
-    splits_for,
+    ranges_of,
 )
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
@@ -185,9 +185,8 @@ def select_config(problem: Problem, sm_count: int, num_splits: int | None = None
         section = min(section, heads * problem.group)
     stages = 3 if wide == 64 or consumers == 3 else 2
     config = Config(consumers, block_n, stages, wide < 256, section, d, dv, itemsize=itemsize)
-    if num_splits is None:
-        num_splits = splits_for(_tiles(problem, config), -(-problem.seqlen_k // block_n), sm_count)
-    return replace(config, splits=num_splits)
+    steps = -(-problem.seqlen_k // block_n)
+    return replace(config, splits=ranges_of(num_splits, _tiles(problem, config), steps, sm_count))
 
 
 def section_of(rows: int, columns: int) -> int:

@@ -240,13 +240,14 @@ def plan_launch(
     row_tiles = -(-total_q * group // _ROWS) + pool.batch if ragged else -(-group // _ROWS) * pool.batch
     items, tiles = kv_heads * row_tiles, max(-(-pool.capacity // 16), 1)
     _check_tiles(function, items * tiles)
-    blocks = items * options.num_splits or max(min(device.sm_count * tile.blocks, items * tiles // tile.warps), 1)
+    splits = min(options.num_splits, tiles)
+    blocks = items * splits or max(min(device.sm_count * tile.blocks, items * tiles // tile.warps), 1)
     kernel = KERNEL
     if may_cluster and _in_pairs(blocks, items):
         kernel, blocks = CLUSTERS, 2 * items
         choices = {name: choices[name] for name in _IN_CLUSTERS[:-1]} | {"cluster": 2}
     q_strides, copies_q = _query_strides(q, q_address)
-    work = (pool.batch, total_q, kv_heads, group, *options.window, options.num_splits, -(-group // _ROWS))
+    work = (pool.batch, total_q, kv_heads, group, *options.window, splits, -(-group // _ROWS))
     return Launch(
         function=kernel.kernel(device, **choices),
         grid=(blocks, 1, 1),

@@ -80,8 +80,8 @@ def flash_attention(
     bias : array broadcastable to (batch, num_heads, seqlen_q, seqlen_k), optional
         Of q's dtype or float32. -inf hides a key.
     num_splits : int, optional
-        Ranges of keys that blocks of their own work on, merged by a second kernel, 1 to 256. If left out, as many as
-        it takes to keep the GPU busy.
+        Ranges of keys that blocks of their own work on, merged by a second kernel, 1 to 256, and no more than there
+        are blocks of keys. If left out, as many as it takes to keep the GPU busy.
     return_lse : bool
         Return the logarithm of each row's sum of exponentials too.
     out : array (batch, seqlen_q, num_heads, head_dim_v), optional

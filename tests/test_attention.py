@@ -433,3 +433,6 @@ def test_grid_has_each_tile_of_each_head_once(device, rng, monkeypatch, masked):
 
 def test_chosen_splits_are_used():
     assert config.select_config(problem(), 132, 232448, num_splits=7).splits == 7
+    few = config.select_config(problem(seqlen_k=300), 132, 232448, num_splits=256)
+    assert few.splits == -(-300 // few.tile.block_n)
+    assert config.select_config(problem(seqlen_k=0), 132, 232448, num_splits=256).splits == 1

@@ -24,6 +24,18 @@ def test_splits_agree(device, rng):
         close(*run(device, p, q, num_splits=splits), *want, "float16", 150)
 
 
+def test_more_splits_than_tiles_take_no_memory(device, rng, monkeypatch):
+    asked, shares = [], Workspace.shares
+    monkeypatch.setattr(
+        Workspace, "shares", lambda self, device, floats: asked.append(floats) or shares(self, device, floats)
+    )
+    forget_plans(monkeypatch)
+    p = Paged(rng, [20], 1, 64, 16)
+    q = queries(rng, 1, 1, 64)
+    close(*run(device, p, q, num_splits=1024), *decode_reference(q, p), "float16", 20)
+    assert asked == [2 * p.table.shape[1] * 16 * (64 + 2)]
+
+
 GRIDS = {  # blocks for sequences of these lengths
     (5, 0, 150, 64, 17, 1): (1, 2, 5, 17, 100),
     (40, 40, 40, 40): (2, 3, 8, 9),  # items end where blocks do, or blocks are few too many for that
