@@ -174,8 +174,8 @@ __global__ void __launch_bounds__(256)
     const PartOfHead place(parts, shape.heads);
     const int head = place.head, batch = place.batch;
     if (batch >= shape.batches) {
-        const int begin_q = max_of(params.call.cu_seqlens_q[batch], 0), total_k = shape.total_keys;
-        const int begin_k = max_of(params.call.cu_seqlens_k[batch], 0);
+        const int total_k = shape.total_keys, begin_q = clamp(params.call.cu_seqlens_q[batch], 0, shape.total_q);
+        const int begin_k = clamp(params.call.cu_seqlens_k[batch], 0, total_k);
         clear_rows(dq, dq_strides, place, begin_q, shape.total_q, shape.head_dim);
         if (head < shape.heads / shape.group) {
             clear_rows(static_cast<T*>(backward.dk), backward.dk_strides, place, begin_k, total_k, shape.head_dim);

@@ -118,13 +118,14 @@ def test_varlen(hopper, rng, D):
 
 
 @pytest.mark.parametrize("kernels", ["hopper", "device"])
+@pytest.mark.parametrize("longest", [6, 300])
 @pytest.mark.parametrize("bounds", [[0, 3, 2**31 - 1], [-5, 4, 2]], ids=str)
-def test_bounds_outside_the_storage(request, rng, kernels, bounds):
+def test_bounds_outside_the_storage(request, rng, kernels, bounds, longest):
     """Nothing is read or written there, and all that is in the storage is written."""
     device = request.getfixturevalue(kernels)
     dout, q, k, v = (x[0] for x in operands(rng, Sq=6, Sk=6))
     cu_seqlens = device.put(np.array(bounds, np.int32))
-    layout = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 6, "max_seqlen_k": 6}
+    layout = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest}
     arrays = map(device.put, (dout, q, k, v, dout, np.zeros((1, 6), np.float32)))
     targets = {n: device.guarded(x.shape, x.dtype) for n, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)}
     for x in flash_attention_backward(*arrays, **layout, **targets):
