@@ -209,6 +209,22 @@ def test_sequences_of_differing_lengths(hopper, force, rng, lengths, stated, con
     assert (out[bounds[0][-1] :] == 0).all() and (lse[:, bounds[0][-1] :] == -np.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
+def test_what_follows_a_sequence_changes_no_bit(hopper, rng, dtype):
+    """Rows of the next sequence, or of none, lie in the tile of its last ones."""
+    q, k, v = (rng.standard_normal((n, 1, 64)).astype(dtype) for n in (90, 400, 400))
+    bounds = [hopper.put(np.array([0, n], np.int32)) for n in (70, 400)]
+    results = []
+    for after in (0.0, np.nan, np.inf, 3e4):
+        q[70:] = after
+        out, lse = flash_attention_varlen(*map(hopper.put, (q, k, v)), *bounds, 70, 400, return_lse=True)
+        assert ran_on_hopper(hopper, "attention_sm90")
+        results.append((hopper.get(out), hopper.get(lse)[:, :70]))
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
+
+
 def test_plan_counts_anew_each_time(hopper, force, rng):
     """Blocks take tiles from a counter, which is 0 again for the next call of the same plan."""
     force(64, blocks=2)

@@ -85,7 +85,7 @@ private:
             const AttentionTask& work = exchange.work.at(turns_over ? after(slot_work) : slot_work);
             block = end - 1;
             notes = work.notes_of(block);
-            if (turns_over) await_q();
+            if (turns_over) await_q(work);
             begin_step(s, o, p, has_sum);
             has_sum = !turns_over;
             is_tainted = notes.is_cut();
@@ -182,7 +182,7 @@ private:
     __device__ bool begin(typename Tile::Scores& s, typename Tile::Weights& p, Softmax& softmax,
                           const AttentionTask& work, int block, BlockNotes notes) {
         float correction[2];
-        await_q();
+        await_q(work);
         await_keys();
         multiply_keys(s);
         bool is_tainted = notes.is_cut();
@@ -198,7 +198,26 @@ private:
     }
 
     __device__ void await_keys() const { barrier_wait(exchange.k_barriers.full(slot_k.stage), slot_k.phase); }
-    __device__ void await_q() const { barrier_wait(exchange.q_barriers.full(place_q(slot_q)), slot_q.phase); }
+    // Waits for the queries of a tile. What follows a packed sequence in its last tile becomes zeros: whether the base of
+    // some row of a warp moves decides how the others are rounded.
+    __device__ void await_q(const AttentionTask& work) const {
+        const int place = place_q(slot_q);
+        barrier_wait(exchange.q_barriers.full(place), slot_q.phase);
+        if (!params.call.cu_seqlens_q) return;
+        const int rows = max_of(work.rows(params.shape) - work.tile * Tile::BLOCK_M - number * 64, 0);
+        if (rows >= 64) return;
+        constexpr int CHUNKS = Tile::SPAN / 16, BOXES = Tile::Q_BYTES / (64 * Tile::SPAN);
+        constexpr uint32_t kZeros[4] = {};
+#pragma unroll 1
+        for (int i = rows * CHUNKS + thread; i < 64 * CHUNKS; i += kWarpGroupSize) {
+#pragma unroll 1
+            for (int box = 0; box < BOXES; ++box) {
+                store_quad(exchange.q + place * Tile::Q_BYTES + box * 64 * Tile::SPAN + i * 16, kZeros);
+            }
+        }
+        fence_async_proxy();
+        sync();
+    }
 
     // Writes a tile, whose queries were at `place`, and lets go of it.
     __device__ void finish(RingPosition<Tile::PLACES>& slot_work, const typename Tile::Output& o, Softmax& softmax,
