@@ -170,6 +170,7 @@ class Attention:
     def _check_values(self, operands: tuple) -> None:
         if self.varlen is not None and settings.current().check:
             named = dict(zip(ROLES, operands, strict=True))
+            self._check_given(named)
             check_values(self.function, named, sizes_of(self.function, named, self.varlen, _FORWARD), self.varlen)
 
     def _check_given(self, named: dict) -> None:

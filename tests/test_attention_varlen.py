@@ -132,6 +132,8 @@ def test_checks_of_values(device, rng, monkeypatch):
             ValueError, match="flash_attention_varlen: cu_seqlens_q must rise from 0 to at most 3 by at"
         ):
             flash_attention_varlen(**put(device, wrong))
+    with pytest.raises(TypeError, match="k must be an array, got None"):
+        flash_attention_varlen(**put(device, inputs) | {"k": None})
 
 
 OUTSIDE = {
