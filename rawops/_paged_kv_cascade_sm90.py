@@ -86,7 +86,7 @@ def overlaps(device, own: list[int], num_heads: int, head_dim: int, rows: int) -
 def saves(sequences: int, rows: int, shared_bytes: int, together: bool) -> bool:
     """Tell whether reading shared pages once for 16 rows of queries saves more than the launches cost."""
     least = TOGETHER_BYTES if together else APART_BYTES
-    return rows > 0 and (sequences - rows / 16 / _CACHE_SPEED) * shared_bytes > least
+    return rows > 0 and (sequences - max(1, rows / 16 / _CACHE_SPEED)) * shared_bytes > least  # once in any case
 
 
 @dataclass(frozen=True)

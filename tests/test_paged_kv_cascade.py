@@ -97,3 +97,11 @@ def test_what_goes_at_the_same_time(own, rows, head_dim, overlaps):
     hopper, ampere = (SimpleNamespace(capability=c, sm_count=132) for c in (90, 80))
     assert _paged_kv_cascade_sm90.overlaps(hopper, own, 8, head_dim, rows) == overlaps
     assert not _paged_kv_cascade_sm90.overlaps(ampere, own, 8, head_dim, rows)
+
+
+def test_one_sequence_shares_with_nobody():
+    """However long it is; two do."""
+    assert not any(
+        _paged_kv_cascade_sm90.saves(1, rows, 1 << 40, together) for rows in (1, 8, 128) for together in (0, 1)
+    )
+    assert _paged_kv_cascade_sm90.saves(2, 8, 1 << 30, False)
