@@ -34,6 +34,7 @@ from rawops._attention_operands import (
     strides_of,
 )
 from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.call import check_apart, keep_apart
 from rawops._runtime.kernel import Function
 from rawops.errors import UnsupportedError
 
@@ -97,6 +98,7 @@ class Launch:
     out_dtype: np.dtype
     lse_shape: tuple[int, ...]
     overlaps: tuple[tuple[int, int, int], ...]
+    apart: tuple  # where lse must not lie, see `_runtime.call`
     run: Callable[[list, bytes], None] | None
 
     def collides(self, addresses: list) -> bool:
@@ -194,6 +196,8 @@ class Attention:
 
     def _run(self, launch: Launch, operands: tuple, addresses: list, dropout: Dropout | None):
         out, lse = operands[_OUT], operands[_LSE]
+        if launch.apart:
+            check_apart(self.function, ROLES, launch.apart, addresses)
         aside = out is not None and launch.collides(addresses)
         target = out
         if out is None or aside:
@@ -250,7 +254,8 @@ class Attention:
             checks.shape(self.function, "lse", lse, sizes.lse)
             if not lse.flags.c_contiguous:
                 checks.fail(ValueError, self.function, "lse", "be C-contiguous", f"strides {lse.strides}")
-        launch = Launch(device, sizes.out, dtype, sizes.lse, _overlaps(operands), None)
+        apart = keep_apart(operands, _LSE, tuple(i for i in range(len(ROLES)) if i != _LSE))
+        launch = Launch(device, sizes.out, dtype, sizes.lse, _overlaps(operands), apart, None)
         if sizes.heads * sizes.total_q * (sizes.batches if self.varlen is None else 1) == 0:
             return launch
         return replace(launch, run=self._steps(device, named, addresses, sizes).run)

@@ -74,7 +74,7 @@ def flash_attention(
         Query i sees keys ``i + seqlen_k - seqlen_q - left`` to ``i + seqlen_k - seqlen_q + right``, both included; None
         is unlimited. Blocks of keys that no query of a tile sees are not read.
     softcap : float
-        0 for none.
+        0 for none. A score is then right to about 1e-7 of it.
     alibi_slopes : array (num_heads,) or (batch, num_heads), optional
         float32. The distance is from key j to ``i + seqlen_k - seqlen_q``.
     bias : array broadcastable to (batch, num_heads, seqlen_q, seqlen_k), optional

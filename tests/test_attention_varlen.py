@@ -292,6 +292,12 @@ def test_wrong_plan():
         q = np.zeros((1, 2, 2, 64), np.float16)
         with pytest.raises(ValueError, match="FlashAttention: lse must have shape"):
             FlashAttention(return_lse=True)(q, q, q, lse=np.zeros((1, 2, 3), np.float32))
+        k = np.zeros((1, 2, 2, 64), np.float32)
+        with pytest.raises(ValueError, match="FlashAttention: lse must not overlap k"):
+            FlashAttention()(k + 1, k, k + 1, lse=k.reshape(-1)[:4].reshape(1, 2, 2))
+        out = np.zeros((1, 2, 2, 64), np.float32)
+        with pytest.raises(ValueError, match="FlashAttention: lse must not overlap out"):
+            FlashAttention()(k, k, k, out=out, lse=out.reshape(-1)[:4].reshape(1, 2, 2))
 
 
 def test_varlen_is_in_the_problem():
