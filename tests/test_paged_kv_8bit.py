@@ -6,7 +6,7 @@ import pytest
 from paged_pool import DTYPES, NO_PAGE, attend, forget_plans
 
 import rawops
-from rawops import _paged_kv_attention
+from rawops import _paged_kv_kernel
 from rawops.testing.tolerances import assert_close
 
 FORMATS = {
@@ -151,7 +151,7 @@ def test_decode(device, rng, monkeypatch, kind, scale_shape):
     With scales, two KV heads share an item.
     """
     if scale_shape is not None:
-        monkeypatch.setattr(_paged_kv_attention, "_MUCH", 0)
+        monkeypatch.setattr(_paged_kv_kernel, "_MUCH", 0)
         forget_plans(monkeypatch)
     few = QUERIES[(list(FORMATS).index(kind) + [None, "head", "page"].index(scale_shape)) % 3]
     for dtype, head_dim, page_size in [few] if device.is_emulated else QUERIES:
@@ -171,7 +171,7 @@ def test_decode(device, rng, monkeypatch, kind, scale_shape):
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_heads_side_by_side(device, rng, monkeypatch, group):
     """Two heads are read together. NaN and infinity in all of the odd ones change no bit of the even ones."""
-    monkeypatch.setattr(_paged_kv_attention, "_MUCH", 0)
+    monkeypatch.setattr(_paged_kv_kernel, "_MUCH", 0)
     forget_plans(monkeypatch)
     pages, table, lens, scales, kv = quantised(rng, [70, 33], 4, 64, 16, "float8_e5m2", "head")
     q = (0.5 * rng.standard_normal((2, 4 * group, 64))).astype(np.float16)

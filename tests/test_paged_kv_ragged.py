@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from paged_pool import Paged, close, forget_plans, queries, ragged_reference, run
 
-from rawops import _paged_kv_attention, _paged_kv_prefill
+from rawops import _paged_kv_kernel, _paged_kv_prefill
 
 
 @pytest.fixture(params=["lines of tiles", "flash attention's tiles"])
@@ -14,7 +14,7 @@ def kernel(request, monkeypatch):
     if request.param == "flash attention's tiles":
         monkeypatch.setattr(_paged_kv_prefill, "_MIN_ROWS", 0)
         monkeypatch.setattr(_paged_kv_prefill, "_MIN_SMS", 0)
-        monkeypatch.setattr(_paged_kv_attention, "Launch", None)  # of the other kernel: not to be made
+        monkeypatch.setattr(_paged_kv_kernel, "Launch", None)  # of the other kernel: not to be made
     return request.param
 
 

@@ -8,7 +8,7 @@ import pytest
 from paged_pool import Paged, close, decode_reference, forget_plans, queries, run
 
 import rawops
-from rawops import _paged_kv_attention
+from rawops import _paged_kv_attention, _paged_kv_kernel
 from rawops._paged_kv_workspace import Workspace
 
 LENS = [33, 1, 16, 0]
@@ -58,7 +58,7 @@ def test_shares_of_the_line_of_tiles(device, rng, monkeypatch, lens):
 
         def with_grid(*args, blocks=blocks, **kind):
             changes = {"grid": (blocks, 1, 1), "partial_floats": 2 * blocks * 16 * 66}
-            return _paged_kv_attention.Launch(**{**vars(plan(*args, **kind)), **changes})
+            return _paged_kv_kernel.Launch(**{**vars(plan(*args, **kind)), **changes})
 
         monkeypatch.setattr(_paged_kv_attention, "plan_launch", with_grid)
         monkeypatch.setattr(_paged_kv_attention.OP, "_plans", {})
@@ -84,10 +84,10 @@ def test_clusters_with_an_idle_block(device, rng, monkeypatch):
 
     def in_pairs(device, *args, **kind):
         launch = plan(device, *args, **kind)
-        if not _paged_kv_attention.CLUSTERS.exists_on(device.capability):
+        if not _paged_kv_kernel.CLUSTERS.exists_on(device.capability):
             return launch
         choices = {"dtype": "float16", "head_dim": 64, "access": 16, "warps": 4, "stages": 6, "blocks": 2}
-        kernel = _paged_kv_attention.CLUSTERS.kernel(device, **choices, cluster=2)
+        kernel = _paged_kv_kernel.CLUSTERS.kernel(device, **choices, cluster=2)
         return dataclasses.replace(launch, function=kernel, grid=(34, 1, 1))
 
     monkeypatch.setattr(_paged_kv_attention, "plan_launch", in_pairs)
@@ -107,15 +107,15 @@ def test_more_sequences_than_lengths_are_kept(device, rng):
 def test_clusters_of_large_blocks(device, rng, monkeypatch):
     """Twelve warps a block, two blocks an item."""
     plan = _paged_kv_attention.plan_launch
-    config = _paged_kv_attention.Config(12, 2, 1)
+    config = _paged_kv_kernel.Config(12, 2, 1)
 
     def in_pairs(device, *args, **kind):
         launch = plan(device, *args, **kind)
-        if not _paged_kv_attention.CLUSTERS.exists_on(device.capability):
+        if not _paged_kv_kernel.CLUSTERS.exists_on(device.capability):
             return launch
         choices = {"dtype": "float16", "head_dim": 128, "access": 16, "warps": 12, "stages": 2, "blocks": 1}
         changes = {"grid": (6, 1, 1), "block": (384, 1, 1), "shared_bytes": config.shared_bytes(128, "float16")}
-        kernel = _paged_kv_attention.CLUSTERS.kernel(device, **choices, cluster=2)
+        kernel = _paged_kv_kernel.CLUSTERS.kernel(device, **choices, cluster=2)
         return dataclasses.replace(launch, function=kernel, **changes)
 
     monkeypatch.setattr(_paged_kv_attention, "plan_launch", in_pairs)
