@@ -142,7 +142,8 @@ private:
     // A stage of an item; with its first one, its queries to `q`.
     __device__ void load(int token, int length, int page, int head, uint32_t q = 0) {
         const int row = lane % 8 * box_rows(), in_page = (1 << params.page_shift) - 1;
-        const bool exists = token + row < length && static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
+        const bool exists =
+            token + row < length && static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
         // or one far before the first, which TMA reads as zeros
         const int group = exists ? page * params.page_groups + ((token + row & in_page) >> 3) : -256;
         barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);

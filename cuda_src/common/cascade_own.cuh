@@ -40,7 +40,7 @@ private:
 
     const int thread, warp, lane;
     RingPosition<Tile::STAGES> slot;
-    // The sums of an item: lane 4 g + t has rows 2 t and 2 t + 1 of the eight, and columns g and g + 8 of each warp's 16.
+    // The sums of an item: lane 4 g + t has rows 2 t and 2 t + 1 of the eight, columns g and g + 8 of each warp's 16.
     float out[Tile::BOXES][4];
     float base[2], sum[2];
 
@@ -164,7 +164,8 @@ private:
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const T x = narrow<T>(s[i]);
-            const uint32_t to = exchange.p + swizzled_offset<128>(lane % 4 * 2 + i % 2, warp * 2 + i / 2) + lane / 4 * 2;
+            const uint32_t to =
+                exchange.p + swizzled_offset<128>(lane % 4 * 2 + i % 2, warp * 2 + i / 2) + lane / 4 * 2;
             asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(reinterpret_cast<const uint16_t&>(x)) : "memory");
         }
     }
@@ -176,7 +177,8 @@ private:
 #pragma unroll 1
         for (int i = tokens * CHUNKS + thread; i < Tile::TOKENS * CHUNKS; i += kWarpGroupSize) {
             const int row = i / CHUNKS, chunk = i % CHUNKS;
-            store_quad(values + row / 8 * Tile::ROWS_STEP + chunk / 8 * Tile::ATOM + row % 8 * 128 + chunk % 8 * 16, zeros);
+            store_quad(values + row / 8 * Tile::ROWS_STEP + chunk / 8 * Tile::ATOM + row % 8 * 128 + chunk % 8 * 16,
+                       zeros);
         }
     }
 

@@ -8,8 +8,8 @@ namespace rawops {
 struct CascadeParams {
     void* out;
     float* lse;  // none if not wanted
-    // Results over ranges of the common keys, [parts][row of q][head][D], and their lse, [parts][head][row of q]; last those
-    // over the rest.
+    // Results over ranges of the common keys, [parts][row of q][head][D], and their lse, [parts][head][row of q]; last
+    // those over the rest.
     float *partial, *partial_lse;
     int* taken;  // items; 0 between calls
     const int *block_table, *seq_lens;

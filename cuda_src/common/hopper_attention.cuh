@@ -4,7 +4,8 @@
 //                a thread     plans what comes next; TMA: q --> its tile
 //                a warp       TMA: a tile's results --> out, where they have room in shared memory
 //                a warp       with steps that are short: TMA: v --> a ring, and a search there for what is not finite
-//   the other warpgroups      wgmma: S = q @ k^T, softmax in registers, O += P @ v, O / l --> q's place or out; 64 rows each
+//   the other warpgroups      wgmma: S = q @ k^T, softmax in registers, O += P @ v, O / l --> q's place or out;
+//                             64 rows each
 //
 // A consumer issues S of the next keys before O += P @ v of these, so that its softmax runs beside the latter; S of the
 // next tile, too, so that O is written while it is under way. Consumers take turns at issuing, so that one multiplies
@@ -53,8 +54,8 @@ public:
     }
 
 private:
-    // Works through tiles that have keys, up to one that has none. The scores of a tile's first keys are made beside the
-    // last product with values of the tile before it.
+    // Works through tiles that have keys, up to one that has none. The scores of a tile's first keys are made beside
+    // the last product with values of the tile before it.
     __device__ void run_on(RingPosition<Tile::PLACES>& slot_work) {
         typename Tile::Scores s;
         typename Tile::Weights p;
@@ -112,9 +113,9 @@ private:
     }
 
     // Blocks that all rows see, with nothing to be asked between one and the next: most of the time goes here. Nobody
-    // looks for the maximum of their scores. The weights are made relative to the bases as they are, which nearly always
-    // is right; if not, the scores are made again. `ends`: the last block is the tile's; `has_sum`: there is something in
-    // o, and will be after the first block.
+    // looks for the maximum of their scores. The weights are made relative to the bases as they are, which nearly
+    // always is right; if not, the scores are made again. `ends`: the last block is the tile's; `has_sum`: there is
+    // something in o, and will be after the first block.
     __device__ void run_plain(typename Tile::Scores& s, typename Tile::Output& o, typename Tile::Weights& p,
                               Softmax& softmax, float scale, int count, bool ends, bool& has_sum) {
         float shift[2] = {softmax.shift(0), softmax.shift(1)};
@@ -160,8 +161,8 @@ private:
         end_turn();
     }
 
-    // Turns scores into weights, beside the product with earlier ones, and then brings the sum of these, if it is of the
-    // same tile, to the same base.
+    // Turns scores into weights, beside the product with earlier ones, and then brings the sum of these, if it is of
+    // the same tile, to the same base.
     __device__ void finish_step(typename Tile::Scores& s, typename Tile::Output& o, typename Tile::Weights& p,
                                 Softmax& softmax, float scale, bool has_sum) {
         float correction[2];
@@ -198,8 +199,8 @@ private:
     }
 
     __device__ void await_keys() const { barrier_wait(exchange.k_barriers.full(slot_k.stage), slot_k.phase); }
-    // Waits for the queries of a tile. What follows a packed sequence in its last tile becomes zeros: whether the base of
-    // some row of a warp moves decides how the others are rounded.
+    // Waits for the queries of a tile. What follows a packed sequence in its last tile becomes zeros: whether the base
+    // of some row of a warp moves decides how the others are rounded.
     __device__ void await_q(const AttentionTask& work) const {
         const int place = place_q(slot_q);
         barrier_wait(exchange.q_barriers.full(place), slot_q.phase);
@@ -395,7 +396,8 @@ private:
     __device__ void take_nonfinite(typename Tile::Output& o, const AttentionBlock& work, int block) const {
         const int row = row_of(work);
         const uint32_t tile = exchange.v + slot_v.stage * Tile::V_BYTES;
-        const KeyRange visible[2] = {Tile::visible(params.shape, work, row), Tile::visible(params.shape, work, row + 8)};
+        const KeyRange visible[2] = {Tile::visible(params.shape, work, row),
+                                     Tile::visible(params.shape, work, row + 8)};
 #pragma unroll 1
         for (int key = 0; key < Tile::BLOCK_N; ++key) {
             const int at = block * Tile::BLOCK_N + key;

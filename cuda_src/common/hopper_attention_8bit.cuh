@@ -1,5 +1,5 @@
-// What float8 e4m3 changes in the Hopper attention. wgmma takes bytes along K alone, and for the product with the values
-// K is the keys, so their tiles have to be transposed: two warps beside the producer do it.
+// What float8 e4m3 changes in the Hopper attention. wgmma takes bytes along K alone, and for the product with the
+// values K is the keys, so their tiles have to be transposed: two warps beside the producer do it.
 //
 // The four bytes that a thread's register of weights holds are not those of four neighbouring keys, but what its
 // accumulators have: of each 16 keys, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in lane t of a quad. The transposed tile has
@@ -58,7 +58,8 @@ template <> struct AttentionAtom<__nv_fp8_e4m3> {
         float values[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint32_t at = tile + transposed_offset<Tile>(col + thread % 4 * 2 + i, place / 16) + place % 16 / 4 * 4;
+            const uint32_t at =
+                tile + transposed_offset<Tile>(col + thread % 4 * 2 + i, place / 16) + place % 16 / 4 * 4;
             const uint32_t mask = nonfinite_mask<__nv_fp8_e4m3>(load_word(at)) >> place % 4 * 8;
             values[i] = __int_as_float(mask & 0xff ? 0x7fffffff : 0);
         }
@@ -77,8 +78,8 @@ template <class Tile> __device__ constexpr int transposed_sets() {
     return Tile::CONSUMERS == 2 && Tile::BLOCK_N < 192 && Tile::DV % (2 * Tile::TRANSPOSERS * 16) == 0 ? 2 : 1;
 }
 
-// Transposes 16 columns of all keys, or two times 16, 32 keys at a time: up to six loads are under way together. Where keys
-// lie differs by constants.
+// Transposes 16 columns of all keys, or two times 16, 32 keys at a time: up to six loads are under way together. Where
+// keys lie differs by constants.
 template <class Tile> __device__ inline void transpose_columns(uint32_t to, uint32_t from, int cols, int lane) {
     constexpr int PARTS = Tile::BLOCK_N / 32, GROUP = PARTS % 6 == 0 ? 6 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
     constexpr int SETS = transposed_sets<Tile>();
@@ -100,7 +101,9 @@ template <class Tile> __device__ inline void transpose_columns(uint32_t to, uint
         for (int i = 0; i < SETS * GROUP; ++i) {
             uint32_t w[4];  // even columns of the first 16 keys, odd ones; then those of the other 16
 #pragma unroll
-            for (int j = 0; j < 4; ++j) w[j] = __byte_perm(r[i][j / 2 * 2], r[i][j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
+            for (int j = 0; j < 4; ++j) {
+                w[j] = __byte_perm(r[i][j / 2 * 2], r[i][j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
+            }
             stmatrix(to + AttentionAtom<__nv_fp8_e4m3>::transposed_offset<Tile>(
                               col + i / GROUP * Tile::TRANSPOSERS * 16, (part + i % GROUP) * 2 + lane / 16),
                      w);
@@ -122,7 +125,8 @@ template <class Tile> __device__ void transpose_values(const AttentionExchange<T
         exchange.work.release(slot_work, lane == 0);
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
-            const uint32_t from = exchange.raw + slot.stage * Tile::V_BYTES, to = exchange.v + slot.stage * Tile::V_BYTES;
+            const uint32_t from = exchange.raw + slot.stage * Tile::V_BYTES;
+            const uint32_t to = exchange.v + slot.stage * Tile::V_BYTES;
             barrier_wait(exchange.raw_barriers.full(slot.stage), slot.phase);
             barrier_wait(exchange.v_barriers.empty(slot.stage), slot.phase ^ 1);
 #pragma unroll 1

@@ -82,8 +82,8 @@ template <int kLag_, int kGain_, int kMost_> struct OnlineSoftmax {
         return fabsf(known) > kFar ? -infinity() : known;
     }
 
-    // Turns scores into weights without a look at their maximum, whose sums are `total`. False if a weight of the thread is
-    // too large for that, or no number.
+    // Turns scores into weights without a look at their maximum, whose sums are `total`. False if a weight of the
+    // thread is too large for that, or no number.
     template <int COUNT>
     static __device__ bool weigh(float (&s)[COUNT], float scale, const float (&shift)[2], float (&total)[2]) {
         float parts[2][2] = {};
@@ -163,8 +163,8 @@ template <class T> struct AttentionAtom {
                                            bool accumulates) {
         Wgmma<Tile::DV>::template multiply<T, false>(o, p, Tile::OperandV::advance(v, 0, step), accumulates);
     }
-    // Notes the largest magnitudes of some values. As if of float16, of which one instruction compares four, and keeps NaN:
-    // what is not finite in bfloat16 is NaN there, and so is what is finite and past 2 ** 121, which does no harm.
+    // Notes the largest magnitudes of some values. As if of float16, of which one instruction compares four, and keeps
+    // NaN: what is not finite in bfloat16 is NaN there, and so is what is finite and past 2 ** 121, which does no harm.
     static __device__ void look(uint32_t& found, const uint4& words) {
         const uint32_t each[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll

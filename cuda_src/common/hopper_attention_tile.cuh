@@ -10,8 +10,8 @@ namespace rawops {
 __host__ __device__ constexpr int span_of(int bytes) { return bytes % 128 == 0 ? 128 : bytes % 64 == 0 ? 64 : 32; }
 
 // D and DV: head sizes of q and k, and of v, that are paid for; TMA fills what the arrays lack with zeros. kScore: how
-// scores are made. Out is float for the partial results of ranges of keys. kPaged: keys and values come from pages, 8 rows
-// of all columns at a time, and a row of q's tile is one query of one of `packed` heads, 64 or a divisor of it.
+// scores are made. Out is float for the partial results of ranges of keys. kPaged: keys and values come from pages, 8
+// rows of all columns at a time, and a row of q's tile is one query of one of `packed` heads, 64 or a divisor of it.
 template <class T_, int D_, int DV_, int CONSUMERS_, int BLOCK_N_, int STAGES_, bool kTurns_, int kScore_ = 0,
           class Out_ = T_, bool kPaged_ = false>
 struct HopperAttention {
@@ -29,7 +29,8 @@ struct HopperAttention {
     static constexpr int SPAN_T = span_of(BLOCK_N);  // values transposed: boxes of all columns and as many keys
     // Bytes from a box of keys or values to the next, and from 8 of its rows to the next.
     static constexpr int BOX_STEP = (kPaged ? 8 : BLOCK_N) * SPAN, ROWS_STEP = (kPaged ? BOXES : 1) * 8 * SPAN;
-    static constexpr int BOX_STEP_V = (kPaged ? 8 : BLOCK_N) * SPAN_V, ROWS_STEP_V = (kPaged ? BOXES_V : 1) * 8 * SPAN_V;
+    static constexpr int BOX_STEP_V = (kPaged ? 8 : BLOCK_N) * SPAN_V;
+    static constexpr int ROWS_STEP_V = (kPaged ? BOXES_V : 1) * 8 * SPAN_V;
     using OperandQ = WgmmaOperand<true, BOX, SPAN, ITEM>;
     using OperandK = WgmmaOperand<true, BOX, SPAN, ITEM, ROWS_STEP>;
     using OperandV = typename Choose<kBytes, WgmmaOperand<true, SPAN_T, SPAN_T, 1>,
@@ -78,7 +79,8 @@ struct HopperAttention {
 
     static_assert(!kPaged || (CONSUMERS == 2 && kScore == 0 && !kBytes), "what pages do");
     static_assert(DV % 32 == 0, "a quad stores four eighths of 64 bytes");
-    static_assert(Q_BYTES % 1024 == 0 && K_BYTES % 1024 == 0 && V_BYTES % 1024 == 0, "tiles start where the swizzle does");
+    static_assert(Q_BYTES % 1024 == 0 && K_BYTES % 1024 == 0 && V_BYTES % 1024 == 0,
+                  "tiles start where the swizzle does");
     static_assert(!kBytes || (kScore == 0 && BLOCK_N % 32 == 0), "what float8 does");
 };
 
@@ -86,8 +88,8 @@ struct AttentionMaps {
     TensorMap q, k, v;  // axes: 1, sequence, head, row, column
 };
 
-// Heads (times ranges of keys) go in sections whose operands stay in the L2 together. Within a section, the longest tiles
-// come first: under causality the last ones of queries, and the first ones of keys (kFirstLongest).
+// Heads (times ranges of keys) go in sections whose operands stay in the L2 together. Within a section, the longest
+// tiles come first: under causality the last ones of queries, and the first ones of keys (kFirstLongest).
 template <bool kFirstLongest> class AttentionSchedule {
 public:
     int units, count;  // heads and ranges of keys, and their tiles
@@ -204,12 +206,12 @@ struct BlockNotes {
     __device__ bool is_last() const { return bits & 1; }     // of the tile
     __device__ bool is_plain() const { return bits & 2; }    // all rows see it
     __device__ bool is_cut() const { return bits & 4; }      // some row misses a key of it that is in memory
-    __device__ int plain() const { return bits >> 4; }       // how many that all rows see come next, one below the other
+    __device__ int plain() const { return bits >> 4; }       // how many that all rows see come next, one below another
     __device__ bool ends_plain() const { return bits & 8; }  // nothing comes after those
 };
 
-// A tile of queries and its blocks of keys. For those of `plain`, which all rows see, nothing else needs to be known. Of
-// those of `uncut` no row misses a key that is in memory: where the storage ends, TMA fills with zeros.
+// A tile of queries and its blocks of keys. For those of `plain`, which all rows see, nothing else needs to be known.
+// Of those of `uncut` no row misses a key that is in memory: where the storage ends, TMA fills with zeros.
 struct AttentionTask : AttentionBlock {
     KeyBlocks keys, plain, uncut;
     float scale, scale_v;  // float8: of the products, and of the values
@@ -228,7 +230,8 @@ struct AttentionTask : AttentionBlock {
     __device__ BlockNotes notes_of(int block) const {
         const int left = block - keys.first;
         const int below = block > plain.end ? 0 : max_of(block - max_of(keys.first, plain.first), 0);
-        return {uniform(below << 4 | (below == left) << 3 | !uncut.has(block) << 2 | plain.has(block) << 1 | (left == 0))};
+        return {uniform(below << 4 | (below == left) << 3 | !uncut.has(block) << 2 | plain.has(block) << 1 |
+                        (left == 0))};
     }
 };
 
@@ -262,7 +265,9 @@ template <class Tile> struct AttentionExchange {
     __device__ void init() const {
         k_barriers.init(Tile::CONSUMERS * Tile::CLUSTER);
         v_barriers.init(Tile::CONSUMERS * Tile::CLUSTER, max_of(Tile::TRANSPOSERS, 1));
-        for (int stage = 0; stage < Tile::kSearches * Tile::STAGES; ++stage) barrier_init(search_barriers.full(stage), 1);
+        for (int stage = 0; stage < Tile::kSearches * Tile::STAGES; ++stage) {
+            barrier_init(search_barriers.full(stage), 1);
+        }
         if (Tile::kBytes) raw_barriers.init(Tile::TRANSPOSERS);
         q_barriers.init(1);
         if (Tile::kStages) staged_barriers.init(1);
