@@ -1,15 +1,13 @@
 """The gradients of a LoRA layer: sums over sizes, ranks, layouts and dtypes, precision, what is not read, checks."""
 
-import ml_dtypes
 import numpy as np
 import pytest
+from lora_operands import DTYPES, put
 
 from rawops import _lora_product
 from rawops.lora import lora_linear_backward
 from rawops.testing import references
 from rawops.testing.tolerances import assert_close
-
-DTYPES = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def operands(rng, M, N, K, rank, dtype="float16") -> dict[str, np.ndarray]:
@@ -28,10 +26,6 @@ def reference(dout, x, c, a, b, scaling=1.0) -> tuple[np.ndarray, ...]:
 def same(device, got, want) -> None:
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(device.get(one).astype(np.float64), other.astype(one.dtype).astype(np.float64))
-
-
-def put(device, inputs: dict) -> dict:
-    return {name: device.put(x) for name, x in inputs.items()}
 
 
 SIZES = [((1, 7, 129), 8), ((70, 65, 24), 33), ((700, 9, 24), 3), ((9, 64, 1), 1)]  # (M, N, K), rank
