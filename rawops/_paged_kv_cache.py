@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence as Sized
 from dataclasses import replace
@@ -91,8 +92,8 @@ class PagedKVCache:
         checks.choice(_NAME, "page_size", page_size, PAGE_SIZES, "It is a power of two up to 256.")
         heads = checks.int_range(_NAME, "num_kv_heads", num_kv_heads, 1, 2**16)
         head_dim = checks.int_range(_NAME, "head_dim", head_dim, 1, MAX_HEAD_DIM)
-        dtype = checks.choice(_NAME, "dtype", dtypes.name(dtype), DTYPES)
-        kv_dtype = dtype if kv_dtype is None else checks.choice(_NAME, "kv_dtype", dtypes.name(kv_dtype), KV_DTYPES)
+        dtype = _dtype("dtype", dtype, DTYPES)
+        kv_dtype = dtype if kv_dtype is None else _dtype("kv_dtype", kv_dtype, KV_DTYPES)
         if kv_dtype in DTYPES and kv_dtype != dtype:
             checks.fail(ValueError, _NAME, "kv_dtype", f"be {dtype}, None or an 8-bit type", kv_dtype)
         self._dtype = dtype
@@ -410,7 +411,7 @@ class PagedKVCache:
 
     def _cascade(self, function: str, q, batch: Batch, pages: int, beside: bool, out, return_lse: bool, options: dict):
         asked = _asked(function, options | {"causal": False})
-        if out is not None:
+        if q is not None and out is not None:
             (queries, target), _ = arrays.take(function, q=q, out=out)
             checks.dtype(function, "out", target, (dtypes.name(queries.dtype),))
             checks.shape(function, "out", target, queries.shape)
@@ -437,6 +438,12 @@ class PagedKVCache:
         if target.size:
             copy_to_device(target, values.astype(np.int32))
         return target
+
+
+def _dtype(name: str, dtype, allowed: tuple[str, ...]) -> str:
+    with contextlib.suppress(TypeError, ValueError):  # of what NumPy does not know
+        dtype = dtypes.name(dtype)
+    return checks.choice(_NAME, name, dtype, allowed)
 
 
 def _listed(function: str, name: str, values) -> tuple:

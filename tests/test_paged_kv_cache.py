@@ -281,6 +281,7 @@ def test_decode_checks_its_arrays(device, rng, cascade):
         ("out must have entries of its own", ValueError, q, rows),
         ("q must have shape", ValueError, q[0, 0], None),
         ("q must be", TypeError, None, None),
+        ("q must be", TypeError, None, q.copy()),
     ]:
         with pytest.raises(kind, match=f"decode: {message}"):
             loop.cache.decode(queries, both, cascade=cascade, out=out)
@@ -316,7 +317,9 @@ def _saved_elsewhere():
 
 MISTAKES = {
     "page_size must be": (lambda c, x: rawops.PagedKVCache(4, 12, 1, 64), ValueError),
+    "page_size must be .*got np.float32": (lambda c, x: rawops.PagedKVCache(4, np.float32(16), 1, 64), ValueError),
     "dtype must be": (lambda c, x: rawops.PagedKVCache(4, 16, 1, 64, "float32"), ValueError),
+    "kv_dtype must be .*got 'float8'": (lambda c, x: rawops.PagedKVCache(4, 16, 1, 64, kv_dtype="float8"), ValueError),
     "head_dim must be between 1 and 256": (lambda c, x: rawops.PagedKVCache(4, 16, 1, 300), ValueError),
     "a sequence must be one that was added": (lambda c, x: c.append(x, x, [5]), ValueError),
     "sequences must all be different": (lambda c, x: c.append(x, x, [0, 0], [1, 0]), ValueError),

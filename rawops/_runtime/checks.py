@@ -32,7 +32,9 @@ def shape(function: str, argument: str, x, expected: tuple, hint: str = "") -> N
 
 def choice(function: str, argument: str, value, allowed: Sequence, hint: str = ""):
     """Return `value`, which must be one of `allowed`."""
-    if isinstance(value, (float, np.ndarray)) or value not in allowed:  # 4.0 is equal to 4, but no block of 4
+    if (
+        isinstance(value, (float, np.floating, np.ndarray)) or value not in allowed
+    ):  # 4.0 is equal to 4, but no block of 4
         fail(ValueError, function, argument, f"be {_either([repr(a) for a in allowed])}", repr(value), hint)
     return value
 
