@@ -4,10 +4,10 @@
 //   warp 8          TMA:  128 rows of x --> ring of stages
 //   warpgroup 0, 1  64 rows of y --> as sums of bfloat16 values to shared memory; wgmma: sums += y^T @ x
 //
-// The blocks of a cluster share out the rows of COLS columns of an x, or each would read all of y. Then every one adds up
-// a share of the columns from the sums of all, in the order of their ranks. The warpgroups have 64 rows of a stage each, so
-// that one may convert while the other multiplies. wgmma has 64 rows: RANK ranks of the first part of y, of the
-// second and of the third.
+// The blocks of a cluster share out the rows of COLS columns of an x, or each would read all of y. Then every one adds
+// up a share of the columns from the sums of all, in the order of their ranks. The warpgroups have 64 rows of a stage
+// each, so that one may convert while the other multiplies. wgmma has 64 rows: RANK ranks of the first part of y, of
+// the second and of the third.
 #include "common/launches.cuh"
 #include "common/rank_parts.cuh"
 #include "common/wgmma.cuh"
@@ -29,7 +29,8 @@ struct HopperGradParams {
     float scaling;
 };
 
-constexpr int kGradRows = 64, kGradGroups = 2, kGradStageRows = kGradGroups * kGradRows, kGradRing = 128 << 10, kGradThreads = kGradGroups * kWarpGroupSize + kWarpSize;
+constexpr int kGradRows = 64, kGradGroups = 2, kGradStageRows = kGradGroups * kGradRows, kGradRing = 128 << 10;
+constexpr int kGradThreads = kGradGroups * kWarpGroupSize + kWarpSize;
 
 // Shared memory: the ring, two buffers of y for each warpgroup, the barriers. The sums take over what the former have.
 template <int RANK_> struct GradTile {
@@ -86,7 +87,8 @@ template <class Tile> struct RowOfY {
                 const uint32_t(&pairs)[4] = parts.values[part];
                 const float four[4] = {__uint_as_float(pairs[0]), __uint_as_float(pairs[2]), __uint_as_float(pairs[1]),
                                        __uint_as_float(pairs[3])};
-                store_shared(buffer + entry / 64 * Tile::Y_TILE_BYTES + swizzled_offset<128>(row, entry % 64 / 8), four);
+                store_shared(
+                    buffer + entry / 64 * Tile::Y_TILE_BYTES + swizzled_offset<128>(row, entry % 64 / 8), four);
             }
         }
     }
@@ -116,7 +118,8 @@ __device__ inline void multiply_rows(float (&acc)[Tile::COLS / 2], const HopperG
         fence_async_proxy();
         sync_group<kWarpGroupSize>(1 + group);
         barrier_wait(barriers.full(slot.stage), slot.phase);
-        const uint64_t x = Tile::OperandX::descriptor(shared + slot.stage * Tile::STAGE_BYTES + group * kGradRows * 128);
+        const uint64_t x =
+            Tile::OperandX::descriptor(shared + slot.stage * Tile::STAGE_BYTES + group * kGradRows * 128);
         wgmma_fence();
 #pragma unroll
         for (int tile = 0; tile < Tile::Y_TILES; ++tile) {

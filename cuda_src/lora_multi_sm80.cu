@@ -18,18 +18,19 @@ template <class T, class Columns> struct DirectRanks {
     const Adapters& adapters;
     const Columns& columns;
     int lane;
-    const T* b;  // of the adapter, at this thread's ranks
-    int from, to;
+    const T* b;  // of the adapter
+    int rank, from, to;  // this thread's first one; columns
 
     __device__ void fetch(const Columns&, int slot, int begin, int from_, int to_, int) {
-        b = static_cast<const T*>(adapters.b) + int64_t(slot) * adapters.N * adapters.slot_rank + begin + lane % 4 * 4;
+        b = static_cast<const T*>(adapters.b) + int64_t(slot) * adapters.N * adapters.slot_rank;
+        rank = begin + lane % 4 * 4;
         from = from_;
         to = to_;
     }
     __device__ uint2 read(int atom, int) const {
         const int n = columns.begin(atom) + lane / 4;
         if (n < from || n >= min_of(to, columns.end(atom))) return {};
-        return *reinterpret_cast<const uint2*>(b + int64_t(n) * adapters.slot_rank);
+        return *reinterpret_cast<const uint2*>(b + int64_t(n) * adapters.slot_rank + place_of_rank(rank, n));
     }
 };
 

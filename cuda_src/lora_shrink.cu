@@ -1,8 +1,9 @@
 // What comes before a product with an adapter for each row: the rows in the order of their adapters, and
 // y = scaling * x @ a, each row with its own a.
 //
-// A row's place is behind all rows of a lower slot, and those before it of the same. There is a block for each place, or
-// for four that are sorted; those work where a tile of up to 16 rows of one adapter begins, anywhere as indices have it.
+// A row's place is behind all rows of a lower slot, and those before it of the same. There is a block for each place,
+// or for four that are sorted; those work where a tile of up to 16 rows of one adapter begins, anywhere as indices have
+// it.
 #include "common/adapters.cuh"
 #include "common/launches.cuh"
 
@@ -13,7 +14,7 @@ struct alignas(16) RowPlace {
     int slot, row, start, unused;  // where it was; the first place of its slot
 };
 
-// As _lora_multi.py packs it; strides in elements.
+// As _lora_multi_product.py packs it; strides in elements.
 struct ShrinkParams {
     const void* x;  // (M, K)
     const void* a;  // (max_loras, slices, slot_rank, K), filled up to the slice's rank; rows on 16-byte boundaries
@@ -150,7 +151,8 @@ __device__ inline void make_y(float (&parts)[kShrinkThreads / kWarpSize][16][ATO
     const float scaling = has_adapter ? params.scalings[slot] : 0;
     const bool sorts = params.sorted != nullptr;
     if (slice == 0 && thread < count) {
-        params.infos[sorts ? first + thread : block.rows[thread]] = {slot, block.rows[thread], rank, has_adapter ? params.non_finite[slot] : 0};
+        const int row = block.rows[thread], non_finite = has_adapter ? params.non_finite[slot] : 0;
+        params.infos[sorts ? first + thread : row] = {slot, row, rank, non_finite};
     }
 
     const T* x[2];
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(kGroupThreads)
         const T* b = static_cast<const T*>(adapters.b) + (int64_t(slot) * adapters.N + n) * adapters.slot_rank;
 #pragma unroll 4
         for (int begin = 0; begin < rank; begin += 8) {
-            const auto eight = *reinterpret_cast<const Vector<T, 8>*>(b + begin);
+            const auto eight = *reinterpret_cast<const Vector<T, 8>*>(b + place_of_rank(begin, n));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 if (begin + i < rank) sum = fmaf(y[begin + i], widen(eight.data[i]), sum);

@@ -1,4 +1,4 @@
-"""x @ c of few rows with an adapter for each on Hopper, in one launch: some blocks make x @ a beside the others."""
+"""x @ c of few rows with an adapter for each on Hopper, in one launch, whose blocks make x @ a on their way."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ import functools
 from dataclasses import dataclass, replace
 
 from rawops import _gemm_sm90
-from rawops._gemm_maps import encode, map_of
-from rawops._gemm_operands import Operand
+from rawops._gemm_maps import encode
 from rawops._gemm_sm90_specs import BIASED, DIRECT, OPERAND_CHOICES, PLAIN, STAGED, TILE_CHOICES, spec_of
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import ParamStruct
 from rawops._runtime.tensormap import TensorMap
 
 ROWS, RANKS = 64, 16  # at most
-_FEWEST_MAKERS, _MOST_MAKERS = 4, 16  # blocks that make x @ a
-_ADAPTERS_OF_MAKER = 8  # at most: with more its part comes later than the last block of K
-_MEMORY = 304 + ROWS * RANKS * 4  # bytes of BesideMemory
-_LEAST = 120 << 10  # of shared memory, for three stages of a maker
+MOST_COLUMNS = 256  # of a tile
+_MEMORY = 6 << 10  # bytes of BesideMemory at most
+_FEWEST_COLUMNS, _WIDE = 64, 128  # of D in a tile; from which on a part of x @ a takes more of K
 
-_BLOCK_K, _BLOCKS = 64, 8  # of K in a row of a box, and of these in a box
+_BLOCK_K = 64
 
 _CALL = ParamStruct(
     "AdaptersBeside",
-    **dict.fromkeys(("b", "a", "x"), "tensormap"),
-    **dict.fromkeys(("indices", "ranks", "non_finite", "scalings", "y", "counters"), "pointer"),
-    index_stride="int64",
-    **dict.fromkeys(("M", "K", "max_loras", "makers"), "int32"),
+    a="tensormap",
+    **dict.fromkeys(("b", "x", "indices", "ranks", "non_finite", "scalings", "parts", "counters"), "pointer"),
+    **dict.fromkeys(("x_row", "index_stride"), "int64"),
+    **dict.fromkeys(("M", "N", "K", "max_loras"), "int32"),
 )
 BESIDE = spec_of(
     "lora_beside_sm90.cu",
@@ -58,20 +56,24 @@ class Adapters:
     max_loras: int
 
 
+def parts_size(K: int) -> int:
+    """Return how many float32 the parts of x @ a take at most."""
+    return -(-K // (2 * _BLOCK_K)) * ROWS * RANKS
+
+
 def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, adapters: Adapters):
     """Prepare a product that `_gemm_sm90.supports` accepts, with the rows of x in order; None where it does not pay.
 
-    The configuration is that of `gemm`, but for the blocks: rows without an adapter get the same bits. What the plan
-    takes of a low-rank part are the addresses of x, lora_indices and y, and the stride of the second.
+    The configuration is that of `gemm`: rows without an adapter get the same bits. What the plan takes of a low-rank
+    part are the addresses of x, lora_indices and the parts of x @ a, and the stride of the second.
     """
     problem = _gemm_sm90.describe_problem(operands, M, N, K, extents, activation)
     config = _gemm_sm90.select_config(problem, device.sm_count, device.max_shared_bytes)
     if config.cluster > 1 or config.block_m > ROWS or K % _BLOCK_K:
         return None
-    makers = min(max(device.sm_count - config.blocks, _FEWEST_MAKERS), _MOST_MAKERS)
-    tiles = -(-N // config.block_n)
-    blocks = min(config.blocks, device.sm_count - makers)
-    if min(M, adapters.max_loras) > _ADAPTERS_OF_MAKER * makers or -(-tiles // blocks) > -(-tiles // config.blocks):
+    share = config.share(problem)
+    splits_eight = problem.parts == 2 and problem.N % 8  # see place_of_rank in adapters.cuh
+    if share < _FEWEST_COLUMNS or splits_eight:
         return None
     config = replace(config, ping_pong=False, pairs=False)
     stages = (device.max_shared_bytes - config.other_bytes(problem) - _MEMORY) // config.stage_bytes(problem)
@@ -87,33 +89,21 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         "finish": problem.finish,
     }
     maps = _gemm_sm90.tensor_maps(device, operands, problem, config, (M, N, K), extents)
-    factors = Operand(b.dtype, 2, 0, RANKS, 1, [0, 0, N * RANKS])
-    of_b = map_of(
-        factors, (N, RANKS), (RANKS, 1), True, config.block_n // problem.parts, RANKS, (1, 1, adapters.max_loras)
-    )
-    of_a = _blocks_of(b.dtype, adapters.max_loras * RANKS, K, adapters.a_row, RANKS)
-    of_x = _blocks_of(b.dtype, M, K, operands["a"].row, 1)
-
-    @functools.lru_cache(maxsize=64)
-    def factor_maps(x: int) -> list[bytes]:
-        return encode(device, [of_b, of_a, of_x], (adapters.b, adapters.a, x))
-
-    def call(x: int, indices: int, index_stride: int, y: int) -> bytes:
-        pointers = (indices, adapters.ranks, adapters.non_finite, adapters.scalings, y, adapters.counters)
-        return _CALL.pack(*factor_maps(x), *pointers, index_stride, M, K, adapters.max_loras, makers)
-
-    shared_bytes = max(config.shared_bytes(problem) + _MEMORY, _LEAST)
-    kernel = BESIDE.kernel(device, **choices)
-    return _gemm_sm90.Plan(config, kernel, (makers + blocks, 1, 1), shared_bytes, maps, call, True)
-
-
-def _blocks_of(dtype: str, rows: int, K: int, row: int, box_rows: int):
-    """Return a function from the address of a matrix (rows, K) to a map of it, whose boxes are blocks along K."""
-    return functools.partial(
+    of_a = functools.partial(
         TensorMap,
-        dtype=dtypes.numpy(dtype),
-        shape=(1, 1, K // _BLOCK_K, rows, _BLOCK_K),
-        strides=(16, 16, _BLOCK_K * 2, row * 2, 2),
-        box=(1, 1, _BLOCKS, box_rows, _BLOCK_K),
+        dtype=dtypes.numpy(b.dtype),
+        shape=(1, 1, K // _BLOCK_K, adapters.max_loras * RANKS, _BLOCK_K),
+        strides=(16, 16, _BLOCK_K * 2, adapters.a_row * 2, 2),
+        box=(1, 1, 4 if share >= _WIDE and problem.finish != DIRECT else 2, RANKS, _BLOCK_K),
         swizzle=_BLOCK_K * 2,
     )
+    (map_of_a,), x_row = encode(device, [of_a], (adapters.a,)), operands["a"].row * 2
+
+    def call(x: int, indices: int, index_stride: int, parts: int) -> bytes:
+        found = (adapters.ranks, adapters.non_finite, adapters.scalings, parts, adapters.counters)
+        sizes = (x_row, index_stride, M, N, K, adapters.max_loras)
+        return _CALL.pack(map_of_a, adapters.b, x, indices, *found, *sizes)
+
+    kernel, shared_bytes = BESIDE.kernel(device, **choices), config.shared_bytes(problem) + _MEMORY
+    blocks = min(config.blocks, -(-problem.N // (config.block_n // problem.parts)))  # each of them has a tile
+    return _gemm_sm90.Plan(config, kernel, (blocks, 1, 1), shared_bytes, maps, call, True)

@@ -1,53 +1,31 @@
 """MultiLoRA: every row with its adapter or none, over ranks, slots, slices, layouts and orders; what is never read."""
 
-import itertools
-
-import ml_dtypes
 import numpy as np
 import pytest
-from hopper_gemm import ran_on_hopper
+from lora_adapters import (
+    DTYPES,
+    adapter,
+    bits,
+    block_matrices,
+    check_intermediate_is_float32,
+    check_intermediate_past_65504,
+    check_non_finite_scaling,
+    check_non_finite_values,
+    integers,
+    load,
+    load_sliced,
+    poison,
+    reference,
+    same,
+    sliced,
+)
 
 import rawops
 from rawops import config
 from rawops._gemm_config import Problem, select_config
 from rawops.lora import MultiLoRA
-from rawops.testing import has_gpu, references
+from rawops.testing import references
 from rawops.testing.tolerances import assert_close
-
-DTYPES = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-
-
-def integers(rng, shape, dtype="float16") -> np.ndarray:
-    return rng.integers(-1, 2, shape).astype(DTYPES[dtype])
-
-
-def adapter(rng, K, N, rank, scaling=0.5, dtype="float16") -> tuple:
-    return integers(rng, (K, rank), dtype), integers(rng, (rank, N), dtype), scaling
-
-
-def load(device, op, adapters: dict) -> None:
-    for slot, (a, b, scaling) in adapters.items():
-        op.load(slot, device.put(a), device.put(b), scaling)
-
-
-def reference(x, c, adapters: dict, indices, **epilogue) -> np.ndarray:
-    """Row by row, in float64, with the adapter that the row has."""
-    rows = []
-    for i, index in enumerate(indices):
-        a, b, scaling = adapters.get(int(index), (np.zeros((c.shape[0], 0)), np.zeros((0, c.shape[1])), 0))
-        with np.errstate(invalid="ignore"):
-            rows.append(references.lora_linear(x[i : i + 1], c, a, b, scaling=scaling, **epilogue)[0])
-    return np.array(rows)
-
-
-def bits(device, x) -> np.ndarray:
-    return np.ascontiguousarray(device.get(x)).view(np.uint16)
-
-
-def same(device, got, want) -> None:
-    dtype = device.get(got).dtype
-    np.testing.assert_array_equal(device.get(got).astype(np.float64), want.astype(dtype).astype(np.float64))
-
 
 # --- rows and slots -------------------------------------------------------------------------------------------------
 
@@ -91,12 +69,6 @@ def test_mixed_ranks(device, rng, max_rank):
     out = device.guarded((M, N), np.float16)
     op(device.put(x), device.put(indices), out=out)
     same(device, out, reference(x, c, adapters, indices))
-
-
-def poison(op) -> None:
-    """Fill the stack with NaN, as memory may hold that was not allocated for the first time."""
-    stack = op._product.stack
-    stack.a[...] = stack.b[...] = stack.scalings[...] = float("nan")
 
 
 def test_slot_reuse(device, rng):
@@ -194,37 +166,9 @@ def test_split_k(device, rng):
     same(device, op(device.put(x), device.put(indices)), reference(x, c, adapters, indices))
 
 
-def check_intermediate_past_65504(device, dtype):
-    """x @ a of 64 * 64 * K beside one of 1: no limit for the one, no loss for the other."""
-    K = 512 if device.is_emulated else 4096
-    x, c = np.full((3, K), 64, DTYPES[dtype]), np.zeros((K, 40), DTYPES[dtype])
-    op = MultiLoRA(device.put(c.T.copy()).T, 1, 16)
-    a, b = np.full((K, 16), 64, DTYPES[dtype]), np.full((16, 40), 2.0**-14, DTYPES[dtype])
-    load(device, op, {0: (a, b, 1.0)})
-    for _ in range(2):
-        same(device, op(device.put(x), device.put(np.zeros(3, np.int32))), np.full((3, 40), 16.0 * 64 * 64 * K / 2**14))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_intermediate_past_65504(device, dtype):
     check_intermediate_past_65504(device, dtype)
-
-
-def check_intermediate_is_float32(device, rng, dtype):
-    """In a float32 result, where a rounding of x @ a to 16 bits would show."""
-    M, N, K, rank = 20, 40, 96, 24
-    x = (rng.standard_normal((M, K)) * 200).astype(DTYPES[dtype])
-    op = MultiLoRA(device.put(np.zeros((N, K), DTYPES[dtype])).T, 1, rank)
-    a, b = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in ((K, rank), (rank, N)))
-    a = (a.astype(np.float32) * 200).astype(DTYPES[dtype])
-    load(device, op, {0: (a, b, 1.7)})
-    out = device.guarded((M, N), np.float32)
-    op(device.put(x), device.put(np.zeros(M, np.int32)), out=out)
-    low = references.gemm_magnitude(x, a)
-    assert low.max() > 65504
-    want = references.lora_linear(x, np.zeros((K, N)), a, b, scaling=1.7)
-    magnitude = 1.7 * references.gemm_magnitude(low, b)
-    assert_close(device.get(out), want, "float32", k=40, magnitude=magnitude)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -232,53 +176,9 @@ def test_intermediate_is_float32(device, rng, dtype):
     check_intermediate_is_float32(device, rng, dtype)
 
 
-def check_non_finite_values(device, rng, dtype):
-    """Infinity and NaN in one adapter or row of x reach what IEEE arithmetic says, and no other row or column."""
-    M, N, K = 12, 40, 24
-    x, c = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
-    op = MultiLoRA(device.put(c.T.copy()).T, 3, 8, slices=[(0, 20), (20, 37)])
-    parts = [adapter(rng, K, w, 8, 1.0, dtype) for w in (20, 17, 20, 17)]
-    parts[0][0][:, 0], parts[0][1][0, 3], parts[0][1][0, 5] = 1, np.inf, np.nan
-    parts[3][0][2, 1] = np.inf
-    x[:, 0] += x.sum(axis=1) == 0
-    x[4, 7] = np.nan
-    for slot in (0, 1):
-        first, second = parts[2 * slot : 2 * slot + 2]
-        op.load(slot, [device.put(first[0]), device.put(second[0])], [device.put(first[1]), device.put(second[1])], 1.0)
-    indices = np.resize([0, 1, -1], M).astype(np.int32)
-    got = device.get(op(device.put(x), device.put(indices))).astype(np.float64)
-    want = references.gemm(x, c)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for slot, (part, columns) in itertools.product((0, 1), ((0, slice(0, 20)), (1, slice(20, 37)))):
-            a, b, _ = parts[2 * slot + part]
-            rows = indices == slot
-            want[rows, columns] += references.gemm(references.gemm(x[rows], a), b)
-    np.testing.assert_array_equal(got, want.astype(DTYPES[dtype]).astype(np.float64))
-    assert np.isinf(got[indices == 0][:, 3]).any() and np.isfinite(got[indices == -1]).sum() >= N * 3
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_non_finite_values(device, rng, dtype):
     check_non_finite_values(device, rng, dtype)
-
-
-def check_non_finite_scaling(device, rng, dtype, K=24):
-    """It reaches the rows of its adapter; the others are as without it, bit for bit."""
-    M, N = 12, 40
-    x, c = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
-    op, usual = (MultiLoRA(device.put(c.T.copy()).T, 3, 8) for _ in range(2))
-    (a, b, _), other = adapter(rng, K, N, 8, 1.0, dtype), adapter(rng, K, N, 5, 2.0, dtype)
-    b[:, 7] = 0
-    indices = np.resize([0, 1, -1], M).astype(np.int32)
-    for scaling in (np.nan, np.inf):
-        load(device, op, {0: (a, b, scaling), 1: other})
-        load(device, usual, {0: (a, b, 1.0), 1: other})
-        got, finite = (device.get(one(device.put(x), device.put(indices))) for one in (op, usual))
-        np.testing.assert_array_equal(bits(device, got)[indices != 0], bits(device, finite)[indices != 0])
-        with np.errstate(invalid="ignore"):
-            want = references.gemm(x, c) + (scaling * references.gemm(x, a)) @ b.astype(np.float64)
-        np.testing.assert_array_equal(got[indices == 0].astype(np.float64), want[indices == 0])
-        assert np.isnan(want[:, 7]).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -287,36 +187,6 @@ def test_non_finite_scaling(device, rng, dtype):
 
 
 # --- slices and epilogue --------------------------------------------------------------------------------------------
-
-
-def sliced(rng, K, slices, ranks, dtype="float16") -> list:
-    """Factors of each slice, None where the rank is."""
-    return [
-        (None, None) if rank is None else adapter(rng, K, stop - start, rank, dtype=dtype)[:2]
-        for (start, stop), rank in zip(slices, ranks, strict=True)
-    ]
-
-
-def block_matrices(K, N, slices, pairs) -> tuple[np.ndarray, np.ndarray]:
-    """One a and b that do the same: the factors side by side, and block by block."""
-    a, b = np.zeros((K, 0)), np.zeros((0, N))
-    for (start, stop), (pair_a, pair_b) in zip(slices, pairs, strict=True):
-        if pair_a is not None:
-            block = np.zeros((pair_b.shape[0], N))
-            block[:, start:stop] = pair_b
-            a, b = np.hstack([a, pair_a]), np.vstack([b, block])
-    return a, b
-
-
-def load_sliced(device, rng, op, ranks) -> dict:
-    """Load the first slots, of each slot its ranks slice by slice; return adapters that do the same in one piece."""
-    (K, N), adapters = op.c.shape, {}
-    for slot, of_slot in enumerate(ranks):
-        pairs = sliced(rng, K, op.slices, of_slot)
-        a, b = ([None if x is None else device.put(x) for x in side] for side in zip(*pairs, strict=True))
-        op.load(slot, a, b, 0.5)
-        adapters[slot] = (*block_matrices(K, N, op.slices, pairs), 0.5)
-    return adapters
 
 
 SLICES = {
@@ -395,35 +265,6 @@ def test_nothing(device, rng):
     same(device, empty(x[:, :0], indices), np.tile(np.arange(16.0), (3, 1)))
 
 
-# --- Hopper ---------------------------------------------------------------------------------------------------------
-
-# block_m, block_n, cluster, consumers take turns, order of the weight
-TILES = [
-    (64, 128, 1, False, "C"),
-    (64, 64, 2, False, "F"),
-    (128, 192, 1, False, "F"),
-    (128, 64, 2, False, "C"),
-    (128, 144, 1, True, "F"),
-]
-
-
-@pytest.mark.parametrize("block_m, block_n, cluster, in_turn, order", TILES)
-def test_hopper_tiles(hopper, force, monkeypatch, rng, block_m, block_n, cluster, in_turn, order):
-    """Several tiles a block, slices of K, steps of 16 ranks, slices of columns: through TMA and not."""
-    force(block_n, in_turn, block_m=block_m, cluster=cluster, stages=3)
-    monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
-    M, N, K, slices = block_m + 20, block_n + 72, 136, [(0, block_n - 9), (block_n - 9, block_n + 30)]
-    x, c = integers(rng, (M, K)), integers(rng, (K, N))
-    weight = hopper.put(c) if order == "C" else hopper.put(c.T.copy()).T
-    op = MultiLoRA(weight, 4, 20, slices=slices)
-    adapters = load_sliced(hopper, rng, op, [(16, 5), (20, None), (None, 3)])
-    indices = rng.integers(-1, 4, M).astype(np.int32)
-    out = hopper.guarded((M, N), np.float16)
-    op(hopper.put(x), hopper.put(indices), out=out)
-    assert ran_on_hopper(hopper, "lora_multi_sm90")
-    same(hopper, out, reference(x, c, adapters, indices))
-
-
 def test_single_row(device, rng):
     """Where gemm streams the weight, an adapter comes in as an addend; without one, gemm's bits."""
     N, K, slices = 80, 72, [(0, 33), (40, 80)]
@@ -442,182 +283,6 @@ def test_single_row(device, rng):
         )
     base = rawops.gemm(device.put(x), weight, residual=device.put(residual), activation="silu")
     np.testing.assert_array_equal(bits(device, out), bits(device, base))
-
-
-@pytest.mark.parametrize("M", [5, 70])
-def test_hopper_slices_of_k(hopper, monkeypatch, rng, M):
-    """Where gemm adds up slices of K, adapters come in as an addend; without one, gemm's bits."""
-    monkeypatch.setattr("rawops._gemm_sm90_split.slices", lambda problem, *_: 4)
-    N, K, slices = 72, 512, [(0, 33), (40, 72)]
-    x, c = (rng.standard_normal(shape).astype(np.float16) for shape in ((M, K), (K, N)))
-    residual = rng.standard_normal((M, N)).astype(np.float32)
-    on_device = [hopper.put(array) for array in (x, c, residual)]
-    op = MultiLoRA(on_device[1], 3, 20, slices=slices, activation="silu")
-    poison(op)
-    adapters = load_sliced(hopper, rng, op, [(20, 3), (None, 16)])
-    indices = rng.integers(-1, 3, M).astype(np.int32)
-    out = hopper.guarded((M, N), np.float16)
-    op(on_device[0], hopper.put(indices), residual=on_device[2], out=out)
-    assert ran_on_hopper(hopper, "gemm_reduce")
-    assert_close(hopper.get(out), reference(x, c, adapters, indices, activation="silu") + residual, np.float16, k=2000)
-    base = rawops.gemm(*on_device[:2], residual=on_device[2], activation="silu")
-    np.testing.assert_array_equal(bits(hopper, out)[indices % 3 == 2], bits(hopper, base)[indices % 3 == 2])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_hopper_intermediate(hopper, force, monkeypatch, rng, dtype, in_turn):
-    """float32, without a limit, and what is infinite or NaN stays where it belongs."""
-    if in_turn:
-        force(144, True, block_m=128, stages=3)
-        monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
-    check_intermediate_past_65504(hopper, dtype)
-    check_intermediate_is_float32(hopper, rng, dtype)
-    check_non_finite_values(hopper, rng, dtype)
-    check_non_finite_scaling(hopper, rng, dtype)
-    assert ran_on_hopper(hopper, "lora_multi_sm90")
-
-
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_hopper_rows_without_an_adapter(hopper, force, monkeypatch, rng, in_turn):
-    """The bits of gemm with the configuration that gemm takes, plain, and with an epilogue."""
-    M, N, K = 40, 72, 200
-    if in_turn:
-        force(144, True, block_m=128, stages=3)
-        monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
-    x, c = (hopper.put(rng.standard_normal(shape).astype(DTYPES["bfloat16"])) for shape in ((M, K), (N, K)))
-    c = c.T
-    residual, bias = (hopper.put(rng.standard_normal(shape).astype(np.float32)) for shape in ((M, N), (N,)))
-    indices = rng.integers(-1, 1, M).astype(np.int32)
-    for always, now in (({}, {}), ({}, {"residual": residual}), ({"bias": bias, "activation": "silu"}, {})):
-        op = MultiLoRA(c, 2, 8, **always)
-        load(hopper, op, {0: adapter(rng, K, N, 8, dtype="bfloat16")})
-        got = op(x, hopper.put(indices), **now)
-        assert ran_on_hopper(hopper, "lora_multi_sm90" if in_turn and not always and not now else "lora_")
-        base = rawops.gemm(x, c, **always, **now)
-        np.testing.assert_array_equal(bits(hopper, got)[indices < 0], bits(hopper, base)[indices < 0])
-        assert (bits(hopper, got)[indices == 0] != bits(hopper, base)[indices == 0]).any()
-
-
-@pytest.mark.parametrize("out_dtype", ["float16", "float32"])
-def test_hopper_epilogue(hopper, force, rng, out_dtype):
-    """swiglu on tiles that hold gate and up, with rows put back and residuals of their own."""
-    force(128, block_m=64)
-    M, N, K = 70, 2 * 72, 72
-    x, c = ((rng.standard_normal(shape) * 0.3).astype(np.float16) for shape in ((M, K), (K, N)))
-    residual = rng.standard_normal((M, N // 2)).astype(np.float16)
-    op, adapters = MultiLoRA(hopper.put(c), 3, 8, activation="swiglu"), {}
-    for slot in (0, 1):
-        adapters[slot] = adapter(rng, K, N, 5 + slot, 0.25)
-    load(hopper, op, adapters)
-    indices = rng.integers(-1, 3, M).astype(np.int32)
-    out = hopper.guarded((M, N // 2), out_dtype)
-    op(hopper.put(x), hopper.put(indices), residual=hopper.put(residual), out=out)
-    assert ran_on_hopper(hopper, "lora_multi_sm90")
-    want = reference(x, c, adapters, indices, activation="swiglu") + residual
-    assert_close(hopper.get(out), want, np.float16, k=4 * (K + 8))
-
-
-# tile, its columns, rows, ranks, activation, order of the weight
-BESIDE = [
-    (64, 64, (7, 16, 5), None, "F"),
-    (128, 40, (16, 1, 3), None, "C"),
-    (64, 20, (4, 9, 16), "swiglu", "F"),
-    (96, 64, (2, 16, 16), "gelu", "F"),
-]
-
-
-@pytest.mark.parametrize("block_n, M, ranks, activation, order", BESIDE)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_hopper_beside(hopper, force, rng, dtype, block_n, M, ranks, activation, order):
-    """Few rows with few ranks: y is made in the same launch; several tiles a block, more adapters than a stage has."""
-    force(block_n, block_m=64, stages=3)
-    N, K, slots = block_n * 3 + 16, 640, 20
-    x, c = ((rng.standard_normal(shape) * 0.3).astype(DTYPES[dtype]) for shape in ((M, K), (K, N)))
-    weight = hopper.put(c) if order == "C" else hopper.put(c.T.copy()).T
-    bias = rng.standard_normal(N).astype(np.float32) if activation == "gelu" else None
-    op = MultiLoRA(weight, slots, max(ranks), bias=None if bias is None else hopper.put(bias), activation=activation)
-    poison(op)
-    adapters = {slot: adapter(rng, K, N, ranks[slot % 3], 0.25, dtype) for slot in range(slots - 1)}
-    load(hopper, op, adapters)
-    on_device, cols = hopper.put(x), N // 2 if activation == "swiglu" else N
-    base = rawops.gemm(on_device, weight, bias=op.bias, activation=activation)
-    for choices in (range(-1, slots + 1), [3], [-1], [5, -1, 7, 7]):
-        indices = rng.choice(list(choices), M).astype(np.int32)
-        out = hopper.guarded((M, cols), DTYPES[dtype])
-        op(on_device, hopper.put(indices), out=out)
-        assert ran_on_hopper(hopper, "lora_beside_sm90")
-        want = reference(x, c, adapters, indices, bias=bias, activation=activation)
-        assert_close(hopper.get(out), want, DTYPES[dtype], k=4 * (K + 16))
-        without = [i for i, index in enumerate(indices) if index not in adapters]
-        np.testing.assert_array_equal(bits(hopper, out)[without], bits(hopper, base)[without])
-        order = rng.permutation(M)
-        again = op(hopper.put(x[order]), hopper.put(indices[order]))
-        np.testing.assert_array_equal(bits(hopper, again), bits(hopper, out)[order])
-
-
-def test_hopper_many_adapters(hopper, force, monkeypatch, rng):
-    """More than are made in time have a launch before the product."""
-    force(64, block_m=64, stages=3)
-    x, c = integers(rng, (20, 64)), integers(rng, (64, 72))
-    monkeypatch.setattr("rawops._lora_beside._ADAPTERS_OF_MAKER", 1)
-    indices = (np.arange(20) % 18 - 1).astype(np.int32)
-    for slots, entry in ((16, "lora_beside_sm90"), (17, "lora_multi_sm90")):
-        op = MultiLoRA(hopper.put(c), slots, 16)
-        adapters = {slot: adapter(rng, 64, 72, 9) for slot in range(slots)}
-        load(hopper, op, adapters)
-        got = op(hopper.put(x), hopper.put(indices))
-        assert ran_on_hopper(hopper, entry)
-        same(hopper, got, reference(x, c, adapters, indices))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_hopper_beside_intermediate(hopper, force, rng, dtype):
-    """float32, without a limit, and what is infinite or NaN stays where it belongs."""
-    force(64, block_m=64, stages=3)
-    check_intermediate_past_65504(hopper, dtype)
-    assert ran_on_hopper(hopper, "lora_beside_sm90")
-    check_non_finite_scaling(hopper, rng, dtype, K=64)
-    assert ran_on_hopper(hopper, "lora_beside_sm90")
-    M, N, K = 12, 40, 64
-    x, c = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)
-    x[:, 0] += x.sum(axis=1) == 0
-    x[4, 7] = np.nan
-    op = MultiLoRA(hopper.put(c.T.copy()).T, 3, 8)
-    adapters = {slot: adapter(rng, K, N, 8, 1.0, dtype) for slot in (0, 1)}
-    adapters[0][0][:, 0], adapters[0][1][0, 3], adapters[0][1][0, 5] = 1, np.inf, np.nan
-    load(hopper, op, adapters)
-    indices = np.resize([0, 1, -1], M).astype(np.int32)
-    got = hopper.get(op(hopper.put(x), hopper.put(indices)))
-    assert ran_on_hopper(hopper, "lora_beside_sm90")
-    with np.errstate(invalid="ignore"):
-        want = reference(x, c, adapters, indices)
-    np.testing.assert_array_equal(got.astype(np.float64), want.astype(DTYPES[dtype]).astype(np.float64))
-    assert np.isinf(want[indices == 0][:, 3]).any() and np.isfinite(want[indices == 1]).any()
-
-
-@pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
-@pytest.mark.parametrize("cluster, in_turn", [(1, False), (2, False), (1, True)])
-def test_any_order_of_completion(force, monkeypatch, rng, cluster, in_turn):
-    """Copies and products that land late, early or with the warps in another order: the same bits."""
-    if in_turn:
-        force(144, True, blocks=1)
-        monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
-    else:
-        force(64, block_m=64, cluster=cluster, stages=3, blocks=1)
-    x, c = (rng.standard_normal(shape).astype(np.float16) for shape in ((20, 136), (136, 136)))
-    c = c.T
-    indices, results = rng.integers(-1, 3, 20).astype(np.int32), []
-    adapters = {slot: adapter(rng, 136, 136, 10 + 8 * slot) for slot in (0, 1)}
-    for seed, completion in enumerate(("late", "early", "random")):
-        with rawops.emulate(arch="sm_90a", completion=completion, seed=seed) as emu:
-            op = MultiLoRA(c, 3, 20)
-            for slot, factors in adapters.items():
-                op.load(slot, *factors)
-            results.append(op(x, indices).view(np.uint16))
-        assert "lora_multi_sm90" in emu.report[-1].kernel
-    for other in results[1:]:
-        np.testing.assert_array_equal(results[0], other)
 
 
 def test_no_slots(device, rng):

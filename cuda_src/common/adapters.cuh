@@ -16,9 +16,9 @@ struct alignas(16) RowInfo {
     int slot, row, rank, non_finite;  // max_loras: it has none; where it was; rank in the first slice; of b in the slot
 };
 
-// As _lora_multi.py packs it. A slice is a range of columns of c with a low-rank part of its own.
+// As _lora_multi_product.py packs it. A slice is a range of columns of c with a low-rank part of its own.
 struct Adapters {
-    const void* b;         // (max_loras, N, slot_rank): the ranks of a column side by side, as many as its slice has
+    const void* b;         // (max_loras, N, slot_rank): the ranks of a column side by side, see place_of_rank
     const float* y;        // (slices, capacity, slot_rank)
     const int* ranks;      // (max_loras, slices)
     const int* slices;     // (slices, 2): first column and the one past the last
@@ -27,6 +27,10 @@ struct Adapters {
     int max_loras, slice_count, slot_rank, capacity, M, N;
     int first_from, first_to;  // columns of the first slice
 };
+
+// Where b has a rank of column n: the halves of sixteen change places in the last four of eight columns. So what lies
+// side by side in memory is, once copied, swizzled as wgmma wants rows of 32 bytes.
+__device__ inline int place_of_rank(int rank, int n) { return rank ^ (n & 4) * 2; }
 
 // The columns of b that belong to a warp's atoms: with PARTS == 2 the first half is gate, the second half up.
 template <int ATOMS_, int PARTS> struct WarpColumns {

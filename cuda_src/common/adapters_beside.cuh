@@ -1,5 +1,6 @@
 // Adapters of up to 64 rows on Hopper, of up to sixteen ranks: which rows have which, and y = scaling * x @ a, each row
-// with its own a. Some blocks make y while the others, of the same launch, multiply x with the weight.
+// with its own a. The blocks of the product share it out: a part is the sum over a stretch of K for up to sixteen rows
+// of an adapter, each block makes some, and then all add up all parts, in the order of K.
 #pragma once
 #include "hopper.cuh"
 #include "launches.cuh"
@@ -8,18 +9,24 @@
 namespace rawops {
 
 constexpr int kBesideRows = 64, kBesideRanks = 16;
-constexpr int kBesideLeast = 120 << 10;  // bytes of shared memory that a block has
 
-// As _lora_beside.py packs it; strides in elements.
+// As _lora_beside.py packs it.
 struct AdaptersBeside {
-    TensorMap b;     // (max_loras, N, 16)
-    TensorMap a, x;  // (K / 64, max_loras * 16, 64) and (K / 64, M, 64), blocks of the matrices (.., K)
+    TensorMap a;     // (K / 64, max_loras * 16, 64), blocks of the matrix (.., K)
+    const char* b;   // (max_loras, N, 16) as place_of_rank of adapters.cuh has it, and columns that fill a tile
+    const char* x;   // (M, K)
     const int *indices, *ranks, *non_finite;  // of each row; of each slot
     const float* scalings;                    // likewise
-    float* y;                                 // (64, 16); 0 for ranks that an adapter does not have
-    int* counters;  // of blocks that have made their part of y, and that have seen all of it; 0 between launches
-    int64_t index_stride;
-    int M, K, max_loras, makers;  // blocks that make y, the first of the grid
+    float* parts;   // of y: (stretches of K, 64, 16)
+    int* counters;  // of blocks that have made their parts, and that have seen those of all; 0 between launches
+    int64_t x_row, index_stride;  // bytes; elements
+    int M, N, K, max_loras;
+};
+
+// Up to sixteen rows of one adapter.
+struct RowsOfAdapter {
+    int slot, count;
+    unsigned char rows[16];
 };
 
 // What 64 threads find out about the rows, in shared memory.
@@ -28,225 +35,174 @@ struct BesideRows {
     uint32_t firsts[2];      // rows that are the first of their slot
     uint32_t starts[2];      // and those that come first of sixteen of their slot
     uint32_t non_finite[2];  // rows whose b has an infinity or a NaN
+    int most[2];             // rows that a row is in one set with
+    RowsOfAdapter sets[kBesideRows];
 
     __device__ static uint64_t joined(const uint32_t (&halves)[2]) { return halves[0] | uint64_t(halves[1]) << 32; }
     __device__ int slot_of_first(uint64_t set) const { return slots[__ffsll(set) - 1]; }
-};
 
-// Where a row is in its slot: the rows before it with the same one, and all of them.
-struct PlaceInSlot {
-    int slot, before, same;
-};
-
-// By the thread of a row; `sync` is a barrier of these threads, and another one must follow.
-template <class Sync>
-__device__ inline PlaceInSlot find_slot(BesideRows& rows, const AdaptersBeside& call, int row, Sync sync) {
-    int slot = call.max_loras;
-    bool non_finite = false;
-    if (row < call.M) {
-        const int index = call.indices[row * call.index_stride];
-        if (index >= 0 && index < call.max_loras && call.ranks[index] > 0) {
-            slot = index;
-            non_finite = call.non_finite[index] != 0;
+    // By the thread of a row, whose slot it returns; `sync` is a barrier of these threads, and another one must follow.
+    template <class Sync> __device__ int find(const AdaptersBeside& call, int row, Sync sync) {
+        int slot = call.max_loras;
+        bool infinite = false;
+        if (row < call.M) {
+            const int index = call.indices[row * call.index_stride];
+            if (index >= 0 && index < call.max_loras && call.ranks[index] > 0) {
+                slot = index;
+                infinite = call.non_finite[index] != 0;
+            }
         }
-    }
-    rows.slots[row] = slot;
-    sync();
-    PlaceInSlot place = {slot, 0, 0};
+        slots[row] = slot;
+        sync();
+        int same = 0, before = 0, start = 0;  // rows of the slot, those before this one, the row that leads its sixteen
 #pragma unroll 8
-    for (int other = 0; other < kBesideRows; ++other) {
-        const bool is_same = rows.slots[other] == slot;
-        place.same += is_same;
-        place.before += is_same && other < row;
+        for (int other = 0; other < kBesideRows; ++other) {
+            if (slots[other] != slot) continue;
+            if (other <= row && same % 16 == 0) start = other;
+            before += other < row;
+            ++same;
+        }
+        const bool exists = slot < call.max_loras;
+        const int count = exists ? min_of(same - before / 16 * 16, 16) : 0;
+        const uint32_t first = __ballot_sync(~0u, exists && before == 0);
+        const uint32_t leads = __ballot_sync(~0u, exists && row == start);
+        const uint32_t non_finite_rows = __ballot_sync(~0u, infinite);
+        const int most_of_warp = __reduce_max_sync(~0u, count);
+        if (row % kWarpSize == 0) {
+            const int half = row / kWarpSize;
+            firsts[half] = first;
+            starts[half] = leads;
+            non_finite[half] = non_finite_rows;
+            most[half] = most_of_warp;
+        }
+        sync();
+        if (exists) {
+            RowsOfAdapter& set = sets[__popcll(joined(starts) & ((uint64_t(1) << start) - 1))];
+            set.rows[before % 16] = row;
+            if (row == start) {
+                set.slot = slot;
+                set.count = count;
+            }
+        }
+        return slot;
     }
-    const bool exists = slot < call.max_loras;
-    const uint32_t first = __ballot_sync(~0u, exists && place.before == 0);
-    const uint32_t start = __ballot_sync(~0u, exists && place.before % 16 == 0);
-    const uint32_t infinite = __ballot_sync(~0u, non_finite);
-    if (row % kWarpSize == 0) {
-        rows.firsts[row / kWarpSize] = first;
-        rows.starts[row / kWarpSize] = start;
-        rows.non_finite[row / kWarpSize] = infinite;
-    }
-    return place;
-}
-
-// Up to sixteen rows of one adapter.
-struct RowsOfAdapter {
-    int slot, count, rank;
-    float scaling;
-    int rows[16];
 };
 
-// A block that makes y, THREADS of it. A stage has 512 of K of a set of rows: sixteen ranks of a, which TMA brings as
-// one box, and the rows of x, a box each; every warp takes 64 of it. Beside the other blocks every way to the memory
-// takes several microseconds, so as much as there is room for is on its way. The order of K within an atom is free as
-// long as x and a share it: a thread takes eight elements that lie side by side of both.
-template <class T, int THREADS, int MEMORY> class RankProducts {
-    static constexpr int WARPS = THREADS / kWarpSize, K_STEP = 64, ROW = K_STEP * 2;  // of a warp
-    static constexpr int A_BYTES = WARPS * 16 * ROW, X_BYTES = WARPS * ROW;           // of a row of x
-    static constexpr int MOST_STAGES = 10;
+// The parts of y: set by set, and of each the stretches of K, BLOCKS times 64. A block makes those that are its own in
+// rounds, as many at once as fit into BYTES of shared memory: sixteen ranks of a each, and behind these the rows of x.
+template <class T, int BLOCKS, int BYTES, int WARPS> class PartsOfY {
+    static constexpr int ROW = 128, A_BYTES = BLOCKS * 16 * ROW, X_BYTES = BLOCKS * ROW;
+    static_assert(A_BYTES + 16 * X_BYTES <= BYTES, "one has room");
 
-    struct Tables {
-        uint64_t full[MOST_STAGES], empty[MOST_STAGES];
-        BesideRows rows;
-        RowsOfAdapter sets[kBesideRows];
-        float parts[kBesideRows][WARPS][kBesideRanks];  // of the warps
-    };
-
-    static constexpr int RING = (max_of(MEMORY, kBesideLeast) - int(sizeof(Tables))) / 1024 * 1024;
-    static_assert(RING >= 2 * (A_BYTES + 16 * X_BYTES), "two of the largest");
-    static_assert(WARPS == 8, "the boxes of _lora_beside.py");
+    const AdaptersBeside& call;
+    const BesideRows& rows;
+    int stretches, at_once, x_at, x_pitch;
 
 public:
-    static __device__ void make(const AdaptersBeside& call, char* memory) {
-        Tables& tables = *reinterpret_cast<Tables*>(memory + RING);
-        const int sets = find_sets(tables, call);
-        int most = 0;
-        for (int set = blockIdx.x; set < sets; set += call.makers) most = max_of(most, tables.sets[set].count);
-        multiply_sets(tables, call, sets, A_BYTES + most * X_BYTES, shared_address(memory));
-        __syncthreads();
-        for (int set = blockIdx.x; set < sets; set += call.makers) add_up(tables, call, tables.sets[set]);
-        __syncthreads();  // y has been written
-        if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(call.counters) : "memory");
+    int count;
+
+    __device__ PartsOfY(const AdaptersBeside& call_, const BesideRows& rows_) : call(call_), rows(rows_) {
+        const int most = max_of(rows.most[0], rows.most[1]);
+        stretches = ceil_div(call.K, BLOCKS * 64);
+        count = __popcll(BesideRows::joined(rows.starts)) * stretches;
+        at_once = BYTES / (A_BYTES + most * X_BYTES);
+        x_at = at_once * A_BYTES;
+        x_pitch = most * X_BYTES;
+    }
+
+    __device__ int makers() const { return min_of(count, int(gridDim.x)); }  // blocks that make some
+
+    // Makes those of this block, by all threads of WARPS warps, of which one is `first`; `sync` is their barrier.
+    template <class Sync> __device__ void make(uint32_t place, uint32_t full, int warp, bool first, Sync sync) const {
+        uint32_t phase = 0;
+#pragma unroll 1
+        for (int begin = blockIdx.x; begin < count; begin += at_once * gridDim.x, phase ^= 1) {
+            if (first) fetch(begin, place, full);
+            barrier_wait(full, phase);
+            __syncwarp();
+            for_each_part(begin, [&](int i, const RowsOfAdapter& set, int stretch) {
+                if (i % WARPS == warp) multiply(set, stretch, place + i * A_BYTES, place + x_at + i * x_pitch);
+            });
+            sync();
+        }
+    }
+
+    // Adds up the parts of a row, sixteen ranks.
+    __device__ void add_up(float (&sum)[kBesideRanks], int row) const {
+        const auto* from = reinterpret_cast<const float4*>(call.parts + row * kBesideRanks);
+#pragma unroll 8
+        for (int stretch = 0; stretch < stretches; ++stretch) {
+#pragma unroll
+            for (int i = 0; i < kBesideRanks / 4; ++i) {
+                const float4 part = load_past_l1(from + stretch * (kBesideRows * kBesideRanks / 4) + i);
+                sum[i * 4] += part.x;
+                sum[i * 4 + 1] += part.y;
+                sum[i * 4 + 2] += part.z;
+                sum[i * 4 + 3] += part.w;
+            }
+        }
     }
 
 private:
-    // Returns how many there are.
-    static __device__ int find_sets(Tables& tables, const AdaptersBeside& call) {
-        const int row = threadIdx.x;
-        PlaceInSlot place = {call.max_loras, 0, 0};
-        if (row < kBesideRows) {
-            tables.sets[row] = {};  // the compiler reads those that there are not, too
-            place = find_slot(tables.rows, call, row, [] { sync_group<1, kBesideRows>(); });
-        } else if (row == kBesideRows) {
-            for (int stage = 0; stage < MOST_STAGES; ++stage) {
-                barrier_init(shared_address(&tables.full[stage]), 1);
-                barrier_init(shared_address(&tables.empty[stage]), WARPS);
-            }
-            barrier_init_fence();
-        }
-        __syncthreads();
-        const uint64_t starts = BesideRows::joined(tables.rows.starts);
-        if (place.slot < call.max_loras) {
-            int nth = place.before / 16 * 16, start = 0;  // the row that leads the sixteen
-            for (; tables.rows.slots[start] != place.slot || nth-- > 0; ++start) {}
-            RowsOfAdapter& set = tables.sets[__popcll(starts & ((uint64_t(1) << start) - 1))];
-            set.rows[place.before % 16] = row;
-            if (row == start) {
-                set.slot = place.slot;
-                set.count = min_of(place.same - place.before, 16);
-                set.rank = call.ranks[place.slot];
-                set.scaling = call.scalings[place.slot];
-            }
-        }
-        __syncthreads();
-        return __popcll(starts);
-    }
+    __device__ int blocks_of(int stretch) const { return min_of(call.K / 64 - stretch * BLOCKS, BLOCKS); }
 
-    // The warps' shares of K of all sets.
-    static __device__ void multiply_sets(Tables& tables, const AdaptersBeside& call, int sets, int stage_bytes,
-                                         uint32_t ring) {
-        const int stages = min_of(RING / stage_bytes, MOST_STAGES), steps = ceil_div(call.K, WARPS * K_STEP);
-        const int warp = threadIdx.x / kWarpSize;
-        auto full = [&](int stage) { return shared_address(&tables.full[stage]); };
-        auto empty = [&](int stage) { return shared_address(&tables.empty[stage]); };
-        int fetched_set = blockIdx.x, fetched_step = 0, fetched_stage = 0;
-        uint32_t fetched_phase = 1;
-        auto fetch = [&] {  // by one thread
-            if (fetched_set >= sets) return;
-            barrier_wait(empty(fetched_stage), fetched_phase);
-            fetch_stage(ring + fetched_stage * stage_bytes, call, tables.sets[fetched_set], fetched_step * WARPS,
-                        full(fetched_stage));
-            if (++fetched_step == steps) fetched_step = 0, fetched_set += call.makers;
-            if (++fetched_stage == stages) fetched_stage = 0, fetched_phase ^= 1;
-        };
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < stages - 1; ++i) fetch();
-        }
-        float acc[2][2][4] = {};
-        uint32_t phase = 0;
-        int stage = 0;
+    template <class Visit> __device__ void for_each_part(int begin, Visit visit) const {
 #pragma unroll 1
-        for (int set = blockIdx.x; set < sets; set += call.makers) {
-            const int count = tables.sets[set].count;
-#pragma unroll 1
-            for (int step = 0; step < steps; ++step) {
-                if (threadIdx.x == 0) fetch();
-                __syncwarp();
-                barrier_wait(full(stage), phase);
-                multiply(acc, ring + stage * stage_bytes + warp * 16 * ROW,
-                         ring + stage * stage_bytes + A_BYTES + warp * ROW, count);
-                __syncwarp();
-                if (threadIdx.x % kWarpSize == 0) barrier_arrive(empty(stage));
-                if (++stage == stages) stage = 0, phase ^= 1;
+        for (int i = 0, part = begin; i < at_once && part < count; ++i, part += gridDim.x) {
+            visit(i, rows.sets[part / stretches], part % stretches);
+        }
+    }
+
+    // Starts the copies of a round.
+    __device__ void fetch(int begin, uint32_t place, uint32_t full) const {
+        int bytes = 0;
+        for_each_part(begin, [&](int, const RowsOfAdapter& set, int stretch) {
+            bytes += A_BYTES + set.count * blocks_of(stretch) * ROW;
+        });
+        barrier_arrive_expect(full, bytes);
+        for_each_part(begin, [&](int i, const RowsOfAdapter& set, int stretch) {
+            tma_load_once(place + i * A_BYTES, call.a, {0, set.slot * kBesideRanks, stretch * BLOCKS, 0, 0}, full);
+            for (int row = 0; row < set.count; ++row) {
+                const char* from = call.x + set.rows[row] * call.x_row + int64_t(stretch) * X_BYTES;
+                bulk_load(place + x_at + i * x_pitch + row * X_BYTES, from, blocks_of(stretch) * ROW, full);
             }
-            finish(acc, tables, tables.sets[set]);
-        }
+        });
     }
 
-    // Sixteen ranks of a, behind them the rows of x.
-    static __device__ void fetch_stage(uint32_t stage, const AdaptersBeside& call, const RowsOfAdapter& set,
-                                       int first_block, uint32_t full) {
-        barrier_arrive_expect(full, A_BYTES + set.count * X_BYTES);
-        tma_load(stage, call.a, {0, set.slot * kBesideRanks, first_block, 0, 0}, full);
-        for (int i = 0; i < set.count; ++i) {
-            tma_load(stage + A_BYTES + i * X_BYTES, call.x, {0, set.rows[i], first_block, 0, 0}, full);
-        }
-    }
-
-    // What TMA has swizzled: rows of 128 bytes, a's one after the other, those of x alone where each eight begin.
-    static __device__ void multiply(float (&acc)[2][2][4], uint32_t a_rows, uint32_t x_rows, int count) {
-        const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4, warp = threadIdx.x / kWarpSize;
-        uint4 x[2][2] = {}, a[2][2];
+    // The order of K within an atom is free as long as x and a share it: a thread takes eight elements that lie side by
+    // side of both. TMA has swizzled a.
+    __device__ void multiply(const RowsOfAdapter& set, int stretch, uint32_t a_rows, uint32_t x_rows) const {
+        const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4, blocks = blocks_of(stretch);
+        float acc[2][4] = {};  // of eight ranks each
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block) {
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
+            for (int chunk = t; chunk < 8; chunk += 4) {
+                uint4 x[2] = {}, a[2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                a[step][half] = load_quad(a_rows + swizzled_offset<ROW>(g + half * 8, step * 4 + t));
-                if (g + half * 8 < count) {
-                    x[step][half] = load_quad(x_rows + (g + half * 8) * X_BYTES + ((step * 4 + t) ^ warp) * 16);
+                for (int half = 0; half < 2; ++half) {
+                    const int row = g + half * 8;
+                    a[half] = load_quad(a_rows + block * 16 * ROW + swizzled_offset<ROW>(row, chunk));
+                    if (row < set.count) x[half] = load_quad(x_rows + row * X_BYTES + block * ROW + chunk * 16);
+                }
+                const uint32_t low[4] = {x[0].x, x[1].x, x[0].y, x[1].y};
+                const uint32_t high[4] = {x[0].z, x[1].z, x[0].w, x[1].w};
+#pragma unroll
+                for (int atom = 0; atom < 2; ++atom) {
+                    MmaAtom<T>::multiply(acc[atom], low, a[atom].x, a[atom].y);
+                    MmaAtom<T>::multiply(acc[atom], high, a[atom].z, a[atom].w);
                 }
             }
         }
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-            const uint4(&row)[2] = x[step];
-            const uint32_t low[4] = {row[0].x, row[1].x, row[0].y, row[1].y};
-            const uint32_t high[4] = {row[0].z, row[1].z, row[0].w, row[1].w};
-#pragma unroll
-            for (int atom = 0; atom < 2; ++atom) {
-                MmaAtom<T>::multiply(acc[step][atom], low, a[step][atom].x, a[step][atom].y);
-                MmaAtom<T>::multiply(acc[step][atom], high, a[step][atom].z, a[step][atom].w);
-            }
-        }
-    }
-
-    // The warp's part of the rows of a set.
-    static __device__ void finish(float (&acc)[2][2][4], Tables& tables, const RowsOfAdapter& set) {
-        const int warp = threadIdx.x / kWarpSize, g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
-#pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (g + half * 8 >= set.count) continue;
-            float* to = tables.parts[set.rows[g + half * 8]][warp] + t * 2;
+            float* to = call.parts + (stretch * kBesideRows + set.rows[g + half * 8]) * kBesideRanks + t * 2;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                to[i / 2 * 8 + i % 2] = acc[0][i / 2][half * 2 + i % 2] + acc[1][i / 2][half * 2 + i % 2];
+            for (int atom = 0; atom < 2; ++atom) {
+                *reinterpret_cast<float2*>(to + atom * 8) = {acc[atom][half * 2], acc[atom][half * 2 + 1]};
             }
         }
-#pragma unroll
-        for (int i = 0; i < 16; ++i) acc[i / 8][i / 4 % 2][i % 4] = 0;
-    }
-
-    // Adds up the warps' parts and writes y.
-    static __device__ void add_up(const Tables& tables, const AdaptersBeside& call, const RowsOfAdapter& set) {
-        static_assert(THREADS == 16 * kBesideRanks, "a thread for each entry of y");
-        const int own = threadIdx.x / kBesideRanks, rank = threadIdx.x % kBesideRanks;
-        if (own >= set.count) return;
-        float sum = 0;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum += tables.parts[set.rows[own]][warp][rank];
-        call.y[set.rows[own] * kBesideRanks + rank] = rank < set.rank ? set.scaling * sum : 0;
     }
 };
 

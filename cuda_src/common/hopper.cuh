@@ -109,10 +109,11 @@ __device__ inline void tma_load(uint32_t destination, const TensorMap& map, cons
         : "memory");
 }
 
+constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy makes it
+
 // The same for what is not asked for again: the L2 gives it up before anything else.
 __device__ inline void tma_load_once(uint32_t destination, const TensorMap& map, const TensorCoordinates& from,
                                      uint32_t barrier) {
-    constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // as createpolicy makes it
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
         "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(destination),
@@ -164,6 +165,15 @@ __device__ inline void bulk_load(uint32_t destination, const void* source, int b
                      destination),
                  "l"(source), "r"(bytes), "r"(barrier)
                  : "memory");
+}
+
+// The same for what is not asked for again, as tma_load_once.
+__device__ inline void bulk_load_once(uint32_t destination, const void* source, int bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            destination),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
+        : "memory");
 }
 
 // Adds float32 from shared memory to what is there, in the thread's group of stores.

@@ -1,5 +1,5 @@
-// How a tile of the Hopper GEMM ends whose rows are sorted by adapter and whose consumers take turns: while one does all
-// this, the other multiplies.
+// How a tile of the Hopper GEMM ends whose rows are sorted by adapter and whose consumers take turns: while one does
+// all this, the other multiplies.
 #pragma once
 #include "adapters.cuh"
 #include "hopper_finish.cuh"
@@ -37,8 +37,8 @@ __device__ inline void add_ranks_one_by_one(float (&acc)[COUNT], const float* y,
 
 // What a consumer adds to 64 of its rows: pass by pass, each with sixteen ranks of a slice, and in a pass adapter by
 // adapter. All threads fetch b of an adapter, 32 bytes a column, to one of the BUFFERS places where the staging tile is
-// later. There wgmma reads it, with zeros for y of the rows that have another one. Registers are scarce beside the sums of
-// all rows and time is not: what can be read again is not kept.
+// later. There wgmma reads it, with zeros for y of the rows that have another one. Registers are scarce beside the sums
+// of all rows and time is not: what can be read again is not kept.
 template <class Tile, int BUFFERS> class AdaptersOfRows {
     using T = typename Tile::T;
     using Parts = RankFragments<T, 16>;
@@ -120,14 +120,13 @@ private:
     __device__ void fetch_next(uint64_t& unfetched, int buffer) const {
         if (unfetched != 0) {
             const int slot = slot_of(unfetched), half = self.thread % 2, left = rank_of(slot) - begin - half * 8;
-            const T* b = static_cast<const T*>(adapters.b) + int64_t(slot) * adapters.N * adapters.slot_rank + begin +
-                         half * 8;
+            const T* b = static_cast<const T*>(adapters.b) + int64_t(slot) * adapters.N * adapters.slot_rank;
             const uint32_t place = shared_address(self.staging) + buffer * BYTES;
 #pragma unroll 1
             for (int col = self.thread / 2; col < COLS; col += kWarpGroupSize / 2) {
                 const int at = n + col, bytes = at >= from && at < to ? clamp(left, 0, 8) * 2 : 0;
-                cp_async<16>(place + swizzled_offset<32>(col, half),
-                             b + (bytes > 0 ? int64_t(at) * adapters.slot_rank : 0), bytes);
+                const T* source = b + int64_t(at) * adapters.slot_rank + place_of_rank(begin + half * 8, at);
+                cp_async<16>(place + swizzled_offset<32>(col, half), bytes > 0 ? source : b, bytes);
             }
             unfetched &= ~rows_with(slot);
         }
@@ -140,7 +139,8 @@ private:
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = self.warp_row() + self.lane() / 4 + i % 2 * 8, at = begin + i / 2 * 8 + self.lane() % 4 * 2;
-            const float* from_y = adapters.y + (int64_t(slice) * adapters.capacity + first + row) * adapters.slot_rank + at;
+            const int64_t place = int64_t(slice) * adapters.capacity + first + row;
+            const float* from_y = adapters.y + place * adapters.slot_rank + at;
             const int left = members >> row & 1 ? rank - at : 0;
             const float2 pair = left > 0 ? *reinterpret_cast<const float2*>(from_y) : float2{};
             y[i * 2] = pair.x;
@@ -192,7 +192,7 @@ template <int BUFFERS> struct RowsInTurn : NotSorted {
     static __device__ void finish(int, typename Tile::Finished& sum, const typename Tile::Epilogue&, float alpha,
                                   const GemmParams& params, const Adapters& adapters, const Work& work,
                                   const Consumer& self) {
-        static_assert(Tile::kPingPong && Tile::kFinish == kPlain, "or nothing hides it; there are no registers for more");
+        static_assert(Tile::kPingPong && Tile::kFinish == kPlain, "or nothing hides it, or registers do not suffice");
         await_launch_before();
 #pragma unroll
         for (int i = 0; i < Tile::ATOMS_M; ++i) {

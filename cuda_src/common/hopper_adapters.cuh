@@ -24,14 +24,14 @@ template <class Tile, int BUFFERS_> struct StagedRanks {
           lane(self.lane()) {}
 
     __device__ void fetch(const Columns& columns, int slot, int begin, int from, int to, int buffer) const {
-        const T* b = static_cast<const T*>(adapters.b) + int64_t(slot) * adapters.N * adapters.slot_rank + begin +
-                     lane % 2 * 8;
+        const T* b = static_cast<const T*>(adapters.b) + int64_t(slot) * adapters.N * adapters.slot_rank;
         const uint32_t place = memory + buffer * BYTES + lane * 16;
 #pragma unroll
         for (int atom = 0; atom < Columns::ATOMS; atom += 2) {
             const int own = atom + lane / 16, n = columns.begin(own) + lane / 2 % 8;
             const bool exists = n >= from && n < min_of(to, columns.end(own));
-            cp_async<16>(place + atom * 256, b + int64_t(exists ? n : 0) * adapters.slot_rank, exists ? 16 : 0);
+            const T* source = b + int64_t(exists ? n : 0) * adapters.slot_rank + place_of_rank(begin + lane % 2 * 8, n);
+            cp_async<16>(place + atom * 256, source, exists ? 16 : 0);
         }
     }
     __device__ uint2 read(int atom, int buffer) const {

@@ -1,6 +1,9 @@
 // The Hopper GEMM on up to 64 rows, each with an adapter of its own of up to sixteen ranks, or none: behind the stages
 // of K the ring brings b of all adapters that the rows have, some of them a stage, and wgmma adds y @ b adapter by
 // adapter, with zeros for y of the rows that have another one. So no row depends on which adapters the others have.
+//
+// Until then the followers, a thread a row, make the block's parts of y where the staging tile is later, wait for those
+// of the other blocks, and add all up: the blocks of a grid run at the same time, since it has at most one for each SM.
 #pragma once
 #include "adapters_beside.cuh"
 #include "hopper_adapter_turns.cuh"
@@ -8,13 +11,14 @@
 
 namespace rawops {
 
-// What a block that multiplies x with the weight keeps of the adapters, and the barriers: `known` tells of the rows,
-// `made` of y.
+// What a block keeps of the adapters, and the barriers: `known` tells of the rows, `made` of y, `fetched` of what a
+// round of its parts takes.
 struct BesideMemory {
-    uint64_t known, made;
+    uint64_t known, made, fetched;
     BesideRows rows;
     alignas(16) float y[kBesideRows][kBesideRanks];  // 0 where there is no adapter
 };
+static_assert(sizeof(BesideMemory) <= 6 << 10, "as _lora_beside.py has it");
 
 // In the place of a LowRank of hopper_tile.cuh.
 struct RowsBeside : NotSorted {
@@ -39,24 +43,47 @@ struct RowsBeside : NotSorted {
     template <class Tile> static __device__ void init() {
         barrier_init(shared_address(&memory<Tile>().known), FOLLOWERS);
         barrier_init(shared_address(&memory<Tile>().made), FOLLOWERS);
+        barrier_init(shared_address(&memory<Tile>().fetched), 1);
     }
+
+    // A part of y takes 256 of K where that has room, as _lora_beside.py has it.
+    template <class Tile> static constexpr int BLOCKS = Tile::kFinish != kDirect && Tile::SHARE >= 128 ? 4 : 2;
+    template <class Tile>
+    using Parts = PartsOfY<typename Tile::T, BLOCKS<Tile>, Tile::BARRIERS_AT - Tile::STAGING_AT, FOLLOWERS / kWarpSize>;
+    // y has 16 bits, and two parts, where the result has 8 and b, too.
+    template <class Tile>
+    static constexpr bool ROUNDED = is_same<typename Tile::T, __nv_bfloat16> && sizeof(typename Tile::Out) == 2;
 
     // The followers: one for each row.
     template <class Tile> static __device__ void follow(const Call& call, int row) {
         BesideMemory& own = memory<Tile>();
         auto sync = [] { sync_group<4, FOLLOWERS>(); };
         await_launch_before();
-        const bool has_adapter = find_slot(own.rows, call, row, sync).slot < call.max_loras;
+        const int slot = own.rows.find(call, row, sync);
         barrier_arrive(shared_address(&own.known));
-        await_makers(call);
-#pragma unroll
-        for (int i = 0; i < kBesideRanks; i += 4) {
-            const auto* from = reinterpret_cast<const float4*>(call.y + row * kBesideRanks + i);
-            *reinterpret_cast<float4*>(&own.y[row][i]) = has_adapter ? load_past_l1(from) : float4{};
+        sync();
+        const Parts<Tile> parts(call, own.rows);
+        if (parts.count == 0) return;
+        extern __shared__ __align__(1024) char shared[];
+        parts.make(shared_address(shared) + Tile::STAGING_AT, shared_address(&own.fetched), row / kWarpSize, row == 0,
+                   sync);
+        if (row == 0 && blockIdx.x < parts.makers()) {
+            asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(call.counters) : "memory");
         }
+        await_parts(call.counters, parts.makers());
+        float sum[kBesideRanks] = {};
+        if (slot < call.max_loras) {
+            parts.add_up(sum, row);
+            const int rank = call.ranks[slot];
+            const float scaling = call.scalings[slot];
+#pragma unroll
+            for (int i = 0; i < kBesideRanks; ++i) sum[i] = i < rank ? scaling * sum[i] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kBesideRanks; ++i) own.y[row][i] = ROUNDED<Tile> ? rounded(sum[i]) : sum[i];
         barrier_arrive(shared_address(&own.made));
-        sync();  // all of them have seen that it is made
-        if (row == 0 && atomicAdd(call.counters + 1, 1) == int(gridDim.x) - call.makers - 1) {
+        sync();  // all of them have seen that they are made
+        if (row == 0 && atomicAdd(call.counters + 1, 1) == int(gridDim.x) - 1) {
             atomicExch(call.counters, 0);
             atomicExch(call.counters + 1, 0);
         }
@@ -77,9 +104,13 @@ struct RowsBeside : NotSorted {
             barrier_arrive_expect(full, count * Stage<Tile>::BYTES);
 #pragma unroll 1
             for (int i = 0; i < count; ++i, todo &= todo - 1) {
-                const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES + Stage<Tile>::AT;
-                load_operand<true, Tile::BLOCK_N, Tile::PARTS, 64, 32>(
-                    stage + i * Stage<Tile>::BYTES, call.b, {0, 0, own.rows.slot_of_first(todo)}, n, 0, full, cols);
+                uint32_t to = exchange.ring + slot.stage * Tile::STAGE_BYTES + Stage<Tile>::AT + i * Stage<Tile>::BYTES;
+                const char* from = call.b + (int64_t(own.rows.slot_of_first(todo)) * call.N + n) * 32;
+#pragma unroll
+                for (int part = 0; part < Tile::PARTS; ++part) {
+                    const char* own_part = from + int64_t(part) * cols * 32;
+                    bulk_load_once(to + part * Tile::COLS * 32, own_part, Tile::COLS * 32, full);
+                }
             }
             slot.advance();
         }
@@ -90,7 +121,6 @@ struct RowsBeside : NotSorted {
     static __device__ void add(typename Tile::Finished& acc, RingPosition<Tile::STAGES>& slot,
                                const Exchange<Tile>& exchange, const Call& call, const Consumer& self) {
         using T = typename Tile::T;
-        using Operand = WgmmaOperand<true, 16, 32>;
         const BesideMemory& own = memory<Tile>();
         barrier_wait(shared_address(&own.known), 0);
         uint64_t todo = BesideRows::joined(own.rows.firsts);
@@ -122,32 +152,17 @@ struct RowsBeside : NotSorted {
             if (careful) {
 #pragma unroll 1
                 for (int i = 0; i < Stage<Tile>::COUNT && todo != 0; ++i, todo &= todo - 1) {
-                    add_ranks_one_by_one<T>(acc[0], call.y + row * kBesideRanks, 8 * kBesideRanks,
+                    add_ranks_one_by_one<T>(acc[0], own.y[row], 8 * kBesideRanks,
                                             call.ranks[own.rows.slot_of_first(todo)], {inside(0), inside(1)},
                                             stage + i * Stage<Tile>::BYTES, 0, Tile::BLOCK_N, self.lane());
                 }
                 self.sync();  // all threads have read the stage
+            } else if (__popcll(todo) >= Stage<Tile>::COUNT) {
+                multiply<Tile, Stage<Tile>::COUNT>(acc[0], parts.slices[0], own.rows, slots, todo, stage);
             } else {
 #pragma unroll 1
-                for (int i = 0; i < Stage<Tile>::COUNT && todo != 0; i += 2) {
-                    // Two adapters at a time. Where there is but one, zeros meet it once more.
-                    const YOf<T> first(parts.slices[0], inside(0), inside(1));
-                    todo &= todo - 1;
-                    const bool both = todo != 0;
-                    const YOf<T> second(parts.slices[0], both && inside(0), both && inside(1));
-                    todo &= todo - 1;
-                    const uint32_t place = stage + i * Stage<Tile>::BYTES;
-                    const uint64_t b = Operand::descriptor(place);
-                    const uint64_t next = Operand::descriptor(place + both * Stage<Tile>::BYTES);
-                    wgmma_fence();
-#pragma unroll
-                    for (int part = 0; part < RankParts<T>::COUNT; ++part) {
-                        Wgmma<Tile::BLOCK_N>::template multiply<T, true>(acc[0], first.values[part], b, 1);
-                        Wgmma<Tile::BLOCK_N>::template multiply<T, true>(acc[0], second.values[part], next, 1);
-                    }
-                    wgmma_commit();
-                    wgmma_wait<0>();
-                    hold(acc[0]);
+                for (int i = 0; todo != 0; ++i) {
+                    multiply<Tile, 1>(acc[0], parts.slices[0], own.rows, slots, todo, stage + i * Stage<Tile>::BYTES);
                 }
             }
             if (self.leads()) barrier_arrive(exchange.barriers.empty(slot.stage));
@@ -157,27 +172,50 @@ struct RowsBeside : NotSorted {
     }
 
 private:
-    static __device__ void await_makers(const Call& call) {
+    static __device__ void await_parts(const int* counter, int makers) {
         while (true) {
             int made;
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(made) : "l"(call.counters) : "memory");
-            if (made >= call.makers) return;
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(made) : "l"(counter) : "memory");
+            if (made >= makers) return;
             __nanosleep(500);
         }
     }
 
-    // y of the rows that have an adapter, and zeros.
-    template <class T> struct YOf {
-        uint32_t values[RankParts<T>::COUNT][4];
+    // To 16 bits: two values of bfloat16. What is next to infinity stays finite.
+    static __device__ float rounded(float x) {
+        const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;
+        if (size >= 0x7f7fff80) return x;
+        return __uint_as_float(bits + 0x7f + (bits >> 8 & 1) & 0xffffff00);
+    }
 
-        __device__ YOf(const RankParts<T>& parts, bool first, bool second) {
+    // acc += y @ b for the next COUNT adapters, with zeros for y of the rows that have another one.
+    template <class Tile, int COUNT, class T, int SUMS>
+    static __device__ void multiply(float (&acc)[SUMS], const RankParts<T>& y, const BesideRows& rows,
+                                    const int (&slots)[2], uint64_t& todo, uint32_t place) {
+        using Operand = WgmmaOperand<true, 16, 32>;
+        constexpr int PARTS = ROUNDED<Tile> ? 2 : RankParts<T>::COUNT;
+        uint32_t own[COUNT][PARTS][4];
 #pragma unroll
-            for (int part = 0; part < RankParts<T>::COUNT; ++part) {
+        for (int i = 0; i < COUNT; ++i, todo &= todo - 1) {
+            const int slot = rows.slot_of_first(todo);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) values[part][i] = (i % 2 == 0 ? first : second) ? parts.values[part][i] : 0;
+            for (int j = 0; j < PARTS * 4; ++j) {
+                own[i][j / 4][j % 4] = slots[j % 2] == slot ? y.values[j / 4][j % 4] : 0;
             }
         }
-    };
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const uint64_t b = Operand::descriptor(place + i * Stage<Tile>::BYTES);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                Wgmma<Tile::BLOCK_N>::template multiply<T, true>(acc, own[i][part], b, 1);
+            }
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold(acc);
+    }
 };
 
 }  // namespace rawops

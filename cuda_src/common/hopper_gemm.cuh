@@ -276,11 +276,7 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
     if (Tile::kWaits && !begins_early<Tile>(params)) await_launch_before();
     const float alpha = Tile::Scaling::factor(params);
     const int k_blocks = alpha == 0 ? 0 : ceil_div(params.shape.K, Tile::BLOCK_K);  // 0: a and b are not read
-    Schedule<Tile> schedule = schedule_of<Tile>(params.shape, raster_group, k_blocks, groups, shared);
-    if constexpr (Tile::LowRank::kBeside) {  // the first blocks are not among those that take tiles
-        schedule.first -= low_rank->makers;
-        schedule.step -= low_rank->makers;
-    }
+    const Schedule<Tile> schedule = schedule_of<Tile>(params.shape, raster_group, k_blocks, groups, shared);
     const int group = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0);  // known to be uniform
     if (group == 0) {
         if constexpr (Tile::CONSUMERS == 2) release_registers<40>();
