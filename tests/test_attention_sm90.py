@@ -96,6 +96,26 @@ def test_masks(hopper, force, rng, mask):
     check(hopper, operands(rng, B=2, Sq=Sq, Sk=Sk), **options)
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "causal, rows without keys", "window"])
+def test_three_consumers(hopper, force, rng, mask):
+    """As heads of 128 with long rows take them; ends of tiles and of keys that differ for each consumer."""
+    Sq, Sk, options = MASKS[mask]
+    force(64, blocks=3, consumers=3, stages=3)
+    check(hopper, operands(rng, B=2, Sq=Sq, Sk=Sk, D=128, dtype=BFLOAT16), **options)
+
+
+def test_three_consumers_and_nonfinite_values(hopper, force, rng):
+    """Consumers search values themselves; a hidden NaN changes no bit, one that is seen shows."""
+    force(64, blocks=1, consumers=3, stages=3)
+    q, k, v = operands(rng, Sq=200, Sk=200, D=128, dtype=BFLOAT16)
+    v[0, 150, 0, 5] = v[0, 3, 0, 100] = 0
+    clean = hopper.get(flash_attention(*map(hopper.put, (q, k, v)), causal=True)).astype(float)
+    v[0, 150, 0, 5], v[0, 3, 0, 100] = np.nan, np.inf
+    got = hopper.get(flash_attention(*map(hopper.put, (q, k, v)), causal=True)).astype(float)
+    clean[0, 150:, 0, 5], clean[0, 3:, 0, 100] = np.nan, np.inf
+    np.testing.assert_array_equal(got, clean)
+
+
 @pytest.mark.parametrize(("consumers", "turns", "stages"), [(2, True, 3), (2, False, 2), (3, True, 2)])
 def test_consumers(hopper, force, rng, consumers, turns, stages):
     """Without the counter, blocks go there and back over the tiles."""
@@ -373,12 +393,19 @@ def test_few_keys_have_all_tiles_of_a_head_at_a_time():
     assert sm90.select_config(dataclasses.replace(problem, kv_heads=8, window_right=0), 132).section == 264
 
 
-def test_long_rows_take_wide_blocks_of_keys():
-    def block_n(length, right=UNLIMITED):
-        problem = Problem("bfloat16", 1, length, length, 32, 32, 128, 128, window_right=right)
-        return sm90.select_config(problem, 132).block_n
+def test_long_rows_take_three_consumers():
+    """Not where that would leave most SMs without a tile at the end, nor where lengths are unknown or keys few."""
 
-    assert (block_n(1024), block_n(8192), block_n(8192, 0), block_n(16384, 0)) == (128, 176, 128, 176)
+    def consumers(length, batches=1, **changes):
+        problem = Problem("bfloat16", batches, length, length, 32, 32, 128, 128, **changes)
+        config = sm90.select_config(problem, 132)
+        assert config.block_n == {2: 128, 3: 64}[config.consumers]
+        return config.consumers
+
+    assert [consumers(n) for n in (1024, 2048, 4096, 6000, 8192, 16384)] == [2, 2, 2, 3, 3, 3]
+    assert [consumers(4096, batches) for batches in (2, 3)] == [3, 3]  # 11 and 16 waves of 192 rows, 16 and 24 of 128
+    assert [consumers(n, window_right=0) for n in (8192, 16384)] == [2, 3]
+    assert consumers(16384, window_left=1024, window_right=0) == consumers(8192, varlen=True) == 2
 
 
 def test_heads_of_no_columns(hopper, rng):
