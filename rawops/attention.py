@@ -220,7 +220,7 @@ def flash_attention_backward(
     """Compute the gradients of `flash_attention` or `flash_attention_varlen` by q, k and v.
 
     The weights are made again from q, k and lse (FlashAttention-2: Dao, 2023, arXiv:2307.08691): beside the results one
-    float32 number a row and head is all the memory it takes; on Hopper, a float32 dq of padded heads, too.
+    float32 number a row and head is all the memory it takes; on Hopper two, and a float32 dq of padded heads.
 
     Parameters
     ----------

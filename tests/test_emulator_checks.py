@@ -442,6 +442,9 @@ def test_wrong_launches():
         launch(source, 2, 32, x)
     with pytest.raises(EmulatorError, match="1 to 1024 threads"):
         launch(source, 2, 2048, x, y)
+    for grid in ((1, 65536), (1, 1, 65536)):
+        with pytest.raises(EmulatorError, match="at most 65535 along y and z"):
+            launch(source, grid, 32, x, y)
     with pytest.raises(ValueError, match="completion must be"):
         launch(source, 2, 32, x, y, completion="soon")
 

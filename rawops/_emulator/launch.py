@@ -102,10 +102,10 @@ class Launch:
         needed = self.program.sizes["param"]
         if len(self.params) < needed:
             raise EmulatorError(f"{self.kernel_name}: params must have {needed} bytes, got {len(self.params)}")
-        if not 1 <= self.threads <= 1024 or self.blocks < 1:
+        if not 1 <= self.threads <= 1024 or self.blocks < 1 or max(self.grid[1:]) > 65535:
             raise EmulatorError(
-                f"{self.kernel_name}: a block must have 1 to 1024 threads and a grid at least one block, "
-                f"got block {self.block} and grid {self.grid}"
+                f"{self.kernel_name}: a block must have 1 to 1024 threads, and a grid at least one block and at most "
+                f"65535 along y and z, got block {self.block} and grid {self.grid}"
             )
         self._refuse_bad_block()
         if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
