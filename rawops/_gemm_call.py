@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -266,13 +266,16 @@ class Product:
 
     def _split_on_hopper(self, described: tuple, shape: bytes) -> SplitK | None:
         """Return the product in slices of K, where they make it faster."""
-        count = _gemm_sm90_split.slices_of(*described)
-        if count == 1:
+        slices = _gemm_sm90_split.slices_of(*described)
+        if slices is None:
             return None
+        count = slices.count
         device, operands, M, N, K, _, activation = described
         cols = N // 2 if self.options.activation == "swiglu" else N
         parts, extents, sums, parts_shape = _gemm_sm90_split.describe(operands, count, M, N, K)
-        partial = _gemm_sm90.plan(device, parts, M, N, K // count, extents, 0)
+        partial = _gemm_sm90.plan(device, parts, M, N, K // count, extents, 0, config=slices.config)
+        # The launch before is most often one that adds up, whose blocks leave the SMs to any number of others.
+        partial = replace(partial, early=True)
         dtype = operands["a"].dtype
         return SplitK(
             partial=OnHopper(partial, parts_shape),

@@ -128,10 +128,8 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
         if hopper.transposed:
             found.why.append("TF32 with a row-major b: the product of the transposes, whose rows are columns of D.")
         if any("gemm_reduce" in kernel for kernel in kernels):
-            cost = _gemm_sm90_config.select_config(hopper, device.sm_count, room).cost
-            count = _gemm_sm90_split.slices(hopper, cost, device.sm_count, room)
-            hopper = _gemm_sm90_split.partial(hopper, count)
-            found.why.append(f"{count} slices of K and a launch that adds them up: {cost} would be the cost without.")
+            _explain_slices(found, hopper, device, room)
+            return
         of_bytes = isinstance(hopper, BytesProblem)
         candidates = (_gemm_8bit_config if of_bytes else _gemm_sm90_config).candidates(hopper, device.sm_count, room)
         found.why.append(f"Of {len(candidates)} configurations that fit, the one with the least predicted time.")
@@ -140,6 +138,17 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
     found.why.append(_why_not_hopper(options, device, hopper, room))
     if any("sm80" in kernel or "simt" in kernel for kernel in kernels):
         _explain_sm80(found, options, device, problem, room)
+
+
+def _explain_slices(found: Explanation, problem: _gemm_sm90_config.Problem, device: PaperDevice, room: int) -> None:
+    """Add what the slices of K are, and the other tiles and slices that there were to choose from."""
+    slices = _gemm_sm90_split.candidates(problem, device.sm_count, room)
+    chosen, whole = slices[0], _gemm_sm90_config.select_config(problem, device.sm_count, room)
+    without = _gemm_sm90_split.predict(problem, whole, 1, device.sm_count)
+    found.why.append(f"{chosen.count} slices of K and a launch that adds them up: {without} would be the cost without.")
+    partial = _gemm_sm90_split.partial(problem, chosen.count)
+    explain_hopper(found, partial, [s.config for s in slices], device, "predict in _gemm_sm90_split.py")
+    found.candidates = [{"slices": s.count, **row} for s, row in zip(slices, found.candidates, strict=False)]
 
 
 def _sm80_problem(options: argparse.Namespace, described: dict, sizes: tuple, extents: tuple) -> tuple:
@@ -181,7 +190,11 @@ def _describe(options: argparse.Namespace, device: PaperDevice, arrays: dict) ->
 
 
 def explain_hopper(
-    found: Explanation, problem: _gemm_sm90_config.Problem, candidates: list, device: PaperDevice
+    found: Explanation,
+    problem: _gemm_sm90_config.Problem,
+    candidates: list,
+    device: PaperDevice,
+    formula: str = "_cost in _gemm_sm90_config.py",
 ) -> None:
     """Add what the Hopper kernel's configuration is made of; the first candidate is the chosen one."""
     config = candidates[0]
@@ -200,7 +213,7 @@ def explain_hopper(
     }
     at_a_time = _gemm_sm90_config.tiles_at_a_time(config.cluster, device.sm_count)
     add_waves(found, counts, at_a_time, f"one block an SM, {config.cluster} a tile")
-    found.add("predicted_cycles", 4 * config.cost, "4 x cost, see _cost in _gemm_sm90_config.py")
+    found.add("predicted_cycles", 4 * config.cost, f"4 x cost, see {formula}")
     found.candidates = [
         {
             "tile": f"{c.block_m} x {c.block_n}",

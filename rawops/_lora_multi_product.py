@@ -98,7 +98,7 @@ class _SortedProduct(Base):
         return config if config.tile in tiles else replace(config, tile=tiles[0])
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> object:
-        if _gemm_sm90_split.slices_of(*described) > 1:
+        if _gemm_sm90_split.slices_of(*described) is not None:
             return _BY_ADDEND
         if not _gemm_sm90.supports(*described):
             return None

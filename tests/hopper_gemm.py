@@ -9,6 +9,7 @@ from conftest import Device
 import rawops
 from rawops import _gemm_8bit_config
 from rawops import _gemm_sm90 as sm90
+from rawops import _gemm_sm90_split as split
 from rawops._gemm_sm90_config import configure
 from rawops.testing import has_gpu
 
@@ -30,6 +31,16 @@ def hopper():
             found.report = emu.report
             yield found
     found.check_guards()
+
+
+@pytest.fixture
+def four_slices(monkeypatch):
+    """Have gemm split K into four, however small the product is."""
+
+    def chosen(problem, *limits):
+        return split.Slices(4, configure(split.partial(problem, 4), *limits, 64, 64))
+
+    monkeypatch.setattr(split, "select_slices", chosen)
 
 
 @pytest.fixture

@@ -1,22 +1,20 @@
 """Hopper's kernel on slices of K: exact sums, every epilogue after them, and when slices pay."""
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 from hopper_gemm import padded
 
-from rawops import _gemm_sm90 as sm90
 from rawops import _gemm_sm90_split as split
+from rawops._gemm_sm90_config import Problem, configure
+from rawops._gemm_sm90_specs import BIASED, DIRECT, PLAIN, STAGED
 from rawops.gemm import Gemm, gemm
 from rawops.testing import references
 
 FLOAT16 = np.dtype("float16")
 H200 = {"sm_count": 132, "max_shared_bytes": 232448}
-
-
-@pytest.fixture
-def four(monkeypatch):
-    """Four slices, however small the product is."""
-    monkeypatch.setattr(split, "slices", lambda problem, *_: 4)
 
 
 def ran_in_slices(device) -> bool:
@@ -26,7 +24,7 @@ def ran_in_slices(device) -> bool:
 
 @pytest.mark.parametrize("layouts", [("row", "row"), ("row", "col"), ("col", "col")], ids="-".join)
 @pytest.mark.parametrize("M, N, K", [(64, 72, 512), (130, 66, 256)])
-def test_exact(hopper, four, rng, M, N, K, layouts):
+def test_exact(hopper, four_slices, rng, M, N, K, layouts):
     a, b = rng.integers(-3, 4, (M, K)).astype(FLOAT16), rng.integers(-3, 4, (K, N)).astype(FLOAT16)
     out = hopper.guarded((M, N), FLOAT16)
     gemm(padded(hopper, a, layouts[0]), padded(hopper, b, layouts[1]), out=out)
@@ -35,7 +33,7 @@ def test_exact(hopper, four, rng, M, N, K, layouts):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_epilogue_comes_after_the_sum(hopper, four, rng, activation):
+def test_epilogue_comes_after_the_sum(hopper, four_slices, rng, activation):
     a, b, c = (rng.standard_normal(shape).astype(FLOAT16) for shape in ((66, 256), (256, 80), (66, 80)))
     bias = rng.standard_normal(80).astype(FLOAT16)
     op = Gemm(66, 80, 256, "float16", alpha=0.25, beta=2.0, activation=activation, out_dtype="float32")
@@ -47,7 +45,7 @@ def test_epilogue_comes_after_the_sum(hopper, four, rng, activation):
     assert ran_in_slices(hopper)
 
 
-def test_alpha_of_zero_reads_nothing(hopper, four):
+def test_alpha_of_zero_reads_nothing(hopper, four_slices):
     a, b = np.full((64, 256), np.nan, FLOAT16), np.full((256, 64), np.nan, FLOAT16)
     assert (hopper.get(gemm(hopper.put(a), hopper.put(b), alpha=0.0)) == 0).all()
 
@@ -55,18 +53,64 @@ def test_alpha_of_zero_reads_nothing(hopper, four):
 @pytest.mark.parametrize(
     "sizes, expected",
     [
-        ((128, 128, 32768), 32),
-        ((64, 64, 65536), 64),
-        ((128, 256, 16384), 16),
-        ((64, 128, 16384), 32),
-        ((16, 1024, 4096), 1),
-        ((128, 128, 32760), 1),  # the last slice would be shorter
-        ((4096, 4096, 4096), 1),
-        ((64, 4096, 4096), 1),
-        ((128, 128, 512), 1),
+        ((128, 128, 32768), (64, 128, 32)),
+        ((64, 64, 65536), (64, 64, 64)),
+        ((128, 256, 16384), (64, 64, 16)),
+        ((256, 256, 16384), (64, 64, 8)),
+        ((512, 512, 16384), (64, 128, 4)),
+        ((256, 1024, 8192), (64, 128, 4)),
+        ((64, 128, 16384), (64, 64, 32)),
+        ((16, 64, 8192), (64, 64, 64)),
+        ((128, 128, 4096), (64, 64, 16)),
+        ((256, 256, 4096), (64, 64, 8)),
+        ((128, 1024, 16384), (128, 64, 8)),
+        ((16, 1024, 4096), (64, 64, 8)),
+        ((128, 128, 32760), None),  # the last slice would be shorter
+        ((512, 512, 4096), None),
+        ((4096, 4096, 4096), None),
+        ((64, 4096, 4096), None),
+        ((64, 4096, 14336), None),
+        ((128, 4096, 14336), None),  # the memory is busy as it is
+        ((4096, 64, 4096), None),
+        ((128, 128, 512), None),
     ],
 )
 def test_when_it_pays(sizes, expected):
-    problem = sm90.Problem(*sizes)
-    assert split.slices(problem, sm90.select_config(problem, **H200).cost, **H200) == expected
-    assert split.slices(sm90.Problem(*sizes, batches=2), 1 << 40, **H200) == 1
+    problem = Problem(*sizes)
+    found = split.select_slices(problem, **H200)
+    assert (found and (found.config.block_m, found.config.block_n, found.count)) == expected
+    assert split.select_slices(dataclasses.replace(problem, batches=2), **H200) is None
+
+
+def test_slices_fill_one_round():
+    for sizes in ((128, 192, 12288), (300, 304, 8192), (64, 2048, 8192), (17, 33, 640)):
+        problem = Problem(*sizes)
+        found = split.candidates(problem, **H200)
+        assert [s.config.cost for s in found] == sorted(s.config.cost for s in found)
+        assert found
+        for s in found:
+            tiles = -(-problem.M // s.config.block_m) * -(-problem.N // s.config.block_n)
+            assert problem.k_blocks % s.count == 0 and problem.k_blocks // s.count >= 2
+            assert s.config.blocks == tiles * s.count <= 132
+
+
+def test_predicted_time():
+    """The sum that a reader would do: 128 x 128 x 32768 in 32 slices of 64 x 128 on 64 SMs."""
+    problem = Problem(128, 128, 32768)
+    config = configure(split.partial(problem, 32), *H200.values(), 64, 128)
+    multiplying = 16 * max(132 * 64 * 17 // 2048, 352 // 8)  # blocks of K, of which eight are under way
+    from_l2 = 64 * 16 * (64 + 128) * 128 // 48000
+    from_memory = (128 * 5 + 128 * 6) * 32768 * 2 // 52500  # columns are read by two tiles
+    main_loop = math.isqrt(multiplying**2 + from_l2**2 + from_memory**2)
+    sums = 64 * 128 * 4 // 240 + 32 * 128 * 128 * 4 // 7200
+    cost = split.predict(problem, config, 32, 132)
+    assert cost == 620 + main_loop + 490 + sums
+    assert abs(cost * 4 / 1755 - 8.12) < 0.4  # us, as measured
+
+
+@pytest.mark.parametrize("finish", [STAGED, BIASED, DIRECT])
+def test_an_epilogue_changes_no_slices(finish):
+    """MultiLoRA gives a product an addend, and its rows the bits of one without."""
+    for sizes in ((128, 128, 32768), (64, 1024, 8192), (512, 512, 4096), (64, 4096, 4096)):
+        plain, other = (split.select_slices(Problem(*sizes, finish=f), **H200) for f in (PLAIN, finish))
+        assert (plain and plain.count) == (other and other.count)

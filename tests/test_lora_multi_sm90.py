@@ -52,9 +52,8 @@ def test_hopper_tiles(hopper, force, monkeypatch, rng, block_m, block_n, cluster
 
 
 @pytest.mark.parametrize("M", [5, 70])
-def test_hopper_slices_of_k(hopper, monkeypatch, rng, M):
+def test_hopper_slices_of_k(hopper, four_slices, rng, M):
     """Where gemm adds up slices of K, adapters come in as an addend; without one, gemm's bits."""
-    monkeypatch.setattr("rawops._gemm_sm90_split.slices", lambda problem, *_: 4)
     N, K, slices = 72, 512, [(0, 33), (40, 72)]
     x, c = (rng.standard_normal(shape).astype(np.float16) for shape in ((M, K), (K, N)))
     residual = rng.standard_normal((M, N)).astype(np.float32)
