@@ -1,6 +1,6 @@
 // A cascade on Hopper: one query of each sequence over the keys and values that all sequences have in common, and over
-// those that each has of its own. The one is bound by the tensor cores and the other by the memory, so a block has warps
-// for either:
+// those that each has of its own. The one is bound by the tensor cores and the other by the memory, so a block has
+// warps for either:
 //
 //   warpgroup 0        two warps and a thread as in paged_prefill_sm90.cu: pages --> rings of keys and values
 //                      a warp: TMA: pages --> a ring of stages, 64 tokens that one sequence has of its own each

@@ -204,3 +204,10 @@ def test_files_are_short():
     """A file over 500 lines wants to be two."""
     lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in [*MODULES.values(), *CUDA.rglob("*.cu*")]}
     assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > 500} == {}
+
+
+def test_lines_of_cuda_are_short():
+    """120 columns, as ruff has it for Python."""
+    paths = sorted([*CUDA.rglob("*.cu*"), *(ROOT / "tests").rglob("*.cu*")])
+    lines = ((p, i, line) for p in paths for i, line in enumerate(p.read_text(encoding="utf-8").splitlines(), 1))
+    assert [f"{path.relative_to(ROOT)}:{i}" for path, i, line in lines if len(line) > 120] == []

@@ -170,9 +170,9 @@ __device__ inline void bulk_load(uint32_t destination, const void* source, int b
 // The same for what is not asked for again, as tma_load_once.
 __device__ inline void bulk_load_once(uint32_t destination, const void* source, int bytes, uint32_t barrier) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            destination),
-        "l"(source), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        :
+        : "r"(destination), "l"(source), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
         : "memory");
 }
 
