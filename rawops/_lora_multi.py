@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -152,13 +153,14 @@ class MultiLoRA:
         (x, indices, residual, out), give = arrays.take(function, **named)
         check_input(function, x, self.c)
         checks.shape(function, "lora_indices", indices, x.shape[:-1], "One index a row of x.")
+        count = math.prod(x.shape[:-1])  # since -1 says nothing where an axis is 0
         shape = (*x.shape[:-1], self.c.shape[1] // (2 if self._product.options.activation == "swiglu" else 1))
         if residual is not None:
             check_addend(function, "residual", residual, self._product.types.of_addends(self.c.dtype.name), shape)
-            residual = np.broadcast_to(residual, shape).reshape(-1, shape[-1])
+            residual = np.broadcast_to(residual, shape).reshape(count, shape[-1])
         if out is not None:
             checks.shape(function, "out", out, shape)
-        rows = (x.reshape(-1, x.shape[-1]), self.c, None, None, self.bias, residual, indices.reshape(-1))
+        rows = (x.reshape(count, x.shape[-1]), self.c, None, None, self.bias, residual, indices.reshape(count))
         with self._current():
             result = self._product(rows).reshape(shape)
             if out is not None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from rawops._runtime.kernel import KernelSpec
 
+MOST_COLUMNS = 65535  # of a grid
 COLUMNS = (1, 8, 32)  # right-hand sides that a block of threads goes through side by side
 THREADS = 256
 MOST_PARTIALS = 2048  # more than this, of all columns, are shortened before many blocks, or a single one, add them up

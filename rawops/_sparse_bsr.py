@@ -198,7 +198,8 @@ class BSRMatrix:
             aside = target if out is None or not given.overlap(out, x) else target.copy()
             is_16_bit = self.dtype == dtype and dtypes.name(dtype) in ("float16", "bfloat16")
             on = self._on_tensor_cores if (is_16_bit or precision) and self.blocks else self._exact
-            on.run(aligned(device, x.astype(dtype, copy=False)), aside, *factors)
+            for piece in given.pieces(aligned(device, x.astype(dtype, copy=False)), aside):
+                on.run(*piece, *factors)
             if aside is not target:
                 target[...] = aside
         return give(target)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import numbers
+from collections.abc import Iterator
 
 import numpy as np
 
 from rawops import _sparse_formats as formats
 from rawops._runtime import arrays, checks
 
+MOST_COLUMNS = 2**20  # of a launch: 65535 tiles side by side, of at least 32 where there are many
 ZERO = (0.0, 0.0, 0)  # a factor as the kernels take it: real, imaginary, address or 0
 
 
@@ -107,6 +109,16 @@ def _result_type(matrix: np.dtype, vector: np.dtype) -> np.dtype | None:
     except TypeError:
         return None
     return result if result.name in formats.VALUES else None
+
+
+def pieces(x, y) -> Iterator[tuple]:
+    """Yield dense matrices in pieces of columns for which a grid has room."""
+    if y.shape[1] <= MOST_COLUMNS:
+        yield x, y
+        return
+    for begin in range(0, y.shape[1], MOST_COLUMNS):
+        columns = slice(begin, begin + MOST_COLUMNS)
+        yield x[:, columns], y[:, columns]
 
 
 def overlap(a, b) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from rawops._lsmr_distributed import DistributedOperator, DistributedProduct
 from rawops._lsmr_engine import HISTORY, Engine, Settings
+from rawops._lsmr_kernels import MOST_COLUMNS
 from rawops._lsmr_many import solve_columns
 from rawops._lsmr_operators import (
     EmptyProduct,
@@ -211,7 +212,7 @@ class LSMR:
 
         Parameters
         ----------
-        B : array (m, r)
+        B : array (m, r), r up to 65535
         X0 : array (n, r), optional
         history : bool
             Keep the norms of every iteration, arrays (iterations, r) with NaN after a column's stop.
@@ -227,6 +228,9 @@ class LSMR:
         problem = self._problem(B, X0, names=("B", "X0"))
         if problem.b.shape[1] == 0:
             return self._of_no_columns(problem, history)
+        if problem.b.shape[1] > MOST_COLUMNS:
+            got, hint = problem.b.shape[1], "Solve in pieces."
+            fail(ValueError, self._function, "B", f"have at most {MOST_COLUMNS} columns", got, hint)
         engine = self._engine(problem, problem.b.shape[1])
         b, x0 = problem.b, problem.x0
         if engine.columns == 1:

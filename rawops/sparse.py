@@ -327,7 +327,8 @@ class SparseMatrix:
         x = x.astype(result_dtype, copy=False)
         dense = self._store.dense.get(self._transposed)
         if dense is not None:
-            dense.run(x, aside, *factors, self._conjugated)
+            for piece in given.pieces(x, aside):
+                dense.run(*piece, *factors, self._conjugated)
         else:
             for column in range(x.shape[1]):
                 x_column = formats.module_of(x).ascontiguousarray(x[:, column])

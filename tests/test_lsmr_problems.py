@@ -90,6 +90,7 @@ def test_solve_many_mistakes(device):
         ({"B": np.ones(4)}, r"B must have shape \(4, any\), got shape \(4,\)"),
         ({"B": np.ones((3, 2))}, r"B must have shape \(4, 2\), got shape \(3, 2\)"),
         ({"B": np.ones((4, 2)), "X0": np.ones((3, 3))}, r"X0 must have shape \(3, 2\), got shape \(3, 3\)"),
+        ({"B": np.ones((4, 65536))}, "B must have at most 65535 columns, got 65536. Solve in pieces"),
     ):
         with pytest.raises(ValueError, match=f"^LSMR: {message}"):
             solver.solve_many(**put_all(device, **options))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from test_sparse import Coordinates, integers, same
 
-from rawops import _sparse_spmm
+from rawops import _sparse_operands, _sparse_spmm
 from rawops._sparse_spmm import Layout, layout_for
 
 NAN = float("nan")
@@ -75,6 +75,26 @@ def test_columns(device, rng, columns):
         out = device.guarded((columns, 13), np.float32).T
         A.matmat(given, out=out)
         same(device, out, dense @ x)
+
+
+def test_more_columns_than_a_grid_has_room_for(device, rng, monkeypatch):
+    """2^20 at a time; here 4."""
+    monkeypatch.setattr(_sparse_operands, "MOST_COLUMNS", 4)
+    made = Coordinates(rng, (13, 19), 3)
+    A, x, out = made.put(device), integers(rng, (19, 10), "float32"), device.guarded((13, 10), np.float32)
+    for matrix in (A, A.to_bsr(4)):
+        out[...] = 1
+        matrix.matmat(device.put(x), 2.0, 3.0, out)
+        same(device, out, 2 * made.dense() @ x + 3)
+        same(device, matrix @ device.put(np.ascontiguousarray(x.T)).T, made.dense() @ x)
+
+
+@pytest.mark.gpu
+def test_millions_of_columns(device, rng):
+    made = Coordinates(rng, (3, 4), 2)
+    A, x = made.put(device), device.xp.ones((4, 2200001), np.float32)
+    for matrix in (A, A.to_bsr(4)):
+        assert ((matrix @ x) == (A @ x[:, 0])[:, None]).all()
 
 
 def test_many_long_rows_are_not_cut(device, rng, monkeypatch):
