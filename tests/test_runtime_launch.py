@@ -330,6 +330,16 @@ def test_launches_are_reported_in_order():
     assert [r.block for r in emu.report] == [(32, 1, 1), (16, 2, 1)] * 2
 
 
+def test_a_whole_program_in_the_emulator_keeps_few_reports(monkeypatch, scalars):
+    monkeypatch.setattr(devices, "_devices", {})
+    device = devices._default_emulator.__wrapped__()
+    device.report.extend(range(10**5))
+    assert len(device.report) < 100
+    with devices.standing_in(device):
+        scalars(1, 1, (np.zeros(10), *[1] * len(SCALARS)))
+    assert device.report[-1].grid == (1, 1, 1)
+
+
 @pytest.mark.parametrize("kind", ["CudaDevice", "EmulatedDevice"])
 def test_threads_that_come_first_share_a_device(monkeypatch, kind):
     # else a matrix or a cache that one of them makes would be on "another" device for all others, for good
@@ -337,7 +347,7 @@ def test_threads_that_come_first_share_a_device(monkeypatch, kind):
 
     def make(*_, **__):
         both.wait()
-        return object()
+        return types.SimpleNamespace()
 
     monkeypatch.setattr(devices, kind, make)
     monkeypatch.setattr(devices, "_devices", {}, raising=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import functools
@@ -18,6 +19,7 @@ from rawops._runtime.checks import fail
 from rawops._runtime.launches import CudaFunction, EarlyLaunch, EmulatedFunction
 
 _BYTE = np.dtype("uint8")
+_MOST_REPORTS = 64  # kept of a whole program in the emulator: each takes some 25 KB
 _FLOAT8 = frozenset(map(dtypes.numpy, ("float8_e4m3fn", "float8_e5m2")))
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
@@ -239,7 +241,9 @@ def standing_in(device):
 
 @functools.cache
 def _default_emulator() -> EmulatedDevice:
-    return _devices.setdefault("emulator", emulate().device)
+    device = emulate().device
+    device.report = collections.deque(maxlen=_MOST_REPORTS)  # which nobody asks for
+    return _devices.setdefault("emulator", device)
 
 
 def emulated() -> EmulatedDevice | None:
