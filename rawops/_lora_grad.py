@@ -127,6 +127,7 @@ def _check(dout, x, c, a, b, outs) -> None:
         if o is not None:
             checks.dtype(_FUNCTION, f"out[{i}]", o, allowed)
             checks.shape(_FUNCTION, f"out[{i}]", o, like.shape)
+            checks.output(_FUNCTION, f"out[{i}]", o)
 
 
 def _overlaps(device, out, inputs: tuple) -> bool:

@@ -158,12 +158,16 @@ class MultiLoRA:
         if residual is not None:
             check_addend(function, "residual", residual, self._product.types.of_addends(self.c.dtype.name), shape)
             residual = np.broadcast_to(residual, shape).reshape(count, shape[-1])
+        flat = None
         if out is not None:
             checks.shape(function, "out", out, shape)
-        rows = (x.reshape(count, x.shape[-1]), self.c, None, None, self.bias, residual, indices.reshape(count))
+            checks.output(function, "out", out)
+            make = out.reshape if out.flags.c_contiguous else functools.partial(self._device.empty, dtype=out.dtype)
+            flat = make((count, shape[-1]))
+        rows = (x.reshape(count, x.shape[-1]), self.c, flat, None, self.bias, residual, indices.reshape(count))
         with self._current():
             result = self._product(rows).reshape(shape)
-            if out is not None:
+            if out is not None and not out.flags.c_contiguous:
                 out[...] = result
         return give(result if out is None else out)
 

@@ -142,6 +142,7 @@ def test_errors(device):
     def zeros(*shape, dtype=np.float16):
         return device.put(np.zeros(shape, dtype))
 
+    repeated = device.xp.lib.stride_tricks.as_strided(zeros(6, 2), (6, 2), (0, 2))
     good = {"dout": zeros(4, 8), "x": zeros(4, 6), "c": zeros(6, 8), "a": zeros(6, 2), "b": zeros(2, 8)}
     for error, text, changes in [
         (ValueError, "dout must have shape (4, 8), got (3, 8)", {"dout": zeros(3, 8)}),
@@ -156,6 +157,11 @@ def test_errors(device):
         (ValueError, "out must be three arrays", {"out": zeros(4, 6)}),
         (ValueError, "out[1] must have shape (6, 2)", {"out": (None, zeros(2, 6), None)}),
         (TypeError, "out[0] must have dtype float16 or float32", {"out": (zeros(4, 6, dtype="f8"), None, None)}),
+        (
+            ValueError,
+            "out[1] must have entries of its own",
+            {"out": (None, repeated, None)},
+        ),
     ]:
         with pytest.raises(error) as raised:
             lora_linear_backward(**good | changes)

@@ -251,6 +251,22 @@ def test_output_over_an_input(device, rng):
         same(device, out, want)
 
 
+def test_batch_axes_write_out_as_rows_do(device, rng):
+    """float32 is not rounded on its way, whether out is contiguous or not, and no copy is made where it is."""
+    x, c, residual = (rng.standard_normal(shape).astype(np.float16) for shape in ((6, 24), (24, 16), (6, 16)))
+    op = MultiLoRA(device.put(c), 1, 4)
+    load(device, op, {0: adapter(rng, 24, 16, 4)})
+    indices = device.put(np.array([0, -1, 0, 0, -1, -1], np.int32))
+    want = device.guarded((6, 16), np.float32)
+    op(device.put(x), indices, residual=device.put(residual), out=want)
+    given = device.put(x.reshape(2, 3, 24)), indices.reshape(2, 3)
+    for out in (device.guarded((2, 3, 16), np.float32), device.guarded((3, 2, 16), np.float32).swapaxes(0, 1)):
+        assert op(*given, residual=device.put(residual.reshape(2, 3, 16)), out=out) is out
+        np.testing.assert_array_equal(device.get(out).reshape(6, 16), device.get(want))
+    with pytest.raises(TypeError, match="MultiLoRA: out must be float16 or float32"):
+        op(*given, out=device.put(np.zeros((2, 3, 16))))
+
+
 def test_nothing(device, rng):
     """No rows, no columns, K = 0, a stack for rank 0."""
     x, c = device.put(integers(rng, (3, 8))), device.put(integers(rng, (8, 16)))
