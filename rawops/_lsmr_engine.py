@@ -242,6 +242,15 @@ class Engine:
 
     # --- afterwards -------------------------------------------------------------------------------------------------
 
+    def start_of(self, reports: list[dict], x0):
+        """Return x0 as it is part of x = x0 + N^-1 y: with b = 0 the solution is 0, as SciPy has it, and x0 no part."""
+        cleared = [i for i, report in enumerate(reports) if report["normb"] == 0 and report["normar"] != 0]
+        if x0 is None or self._plain is None or not cleared:
+            return x0
+        x0 = x0.copy()
+        x0.reshape(x0.shape[0], -1)[:, cleared] = 0
+        return x0
+
     def residuals(self, b, x0, damp: float):
         """Compute what the recurrences only estimate, once the solve is over.
 

@@ -195,8 +195,9 @@ class LSMR:
         with _current(problem.device), progress:
             engine.start(problem.b, problem.x0, self._settings)
             report = engine.run(self._settings.maxiter, progress.add if progress.is_wanted else None)[0]
-            squares = engine.residuals(problem.b, problem.x0, self._settings.damp)
-            x = engine.solution(problem.x0)
+            x0 = engine.start_of([report], problem.x0)
+            squares = engine.residuals(problem.b, x0, self._settings.damp)
+            x = engine.solution(x0)
             x = x.copy() if keep and x is engine.x else x
         istop, itn = int(report["istop"]), int(report["itn"])
         status = Status(istop, report, squares[:, 0], self._settings)
@@ -237,6 +238,7 @@ class LSMR:
             b, x0 = b[:, 0], None if x0 is None else x0[:, 0]
         with _current(problem.device):
             reports, kept = solve_columns(engine, b, x0, self._settings, history)
+            x0 = engine.start_of(reports, x0)
             squares = engine.residuals(b, x0, self._settings.damp)
             x = engine.solution(x0)
             x = (x.copy() if x is engine.x else x).reshape(self.shape[1], -1)

@@ -149,6 +149,19 @@ def test_column_scaling_reads_no_matrix_after_the_stop(device, rng, columns):
     assert (device.get(engine.solution(None)).reshape(6, -1) == x).all() and np.isfinite(device.get(engine.v)).all()
 
 
+@pytest.mark.parametrize("columns", [1, 3])
+def test_b_of_zero_with_x0_and_a_preconditioner(device, rng, columns):
+    """0 as without one, and not x0, which solves nothing; other columns keep theirs."""
+    a, b = system(rng, 20, 6)
+    B, X0 = np.stack([0 * b, b, b], 1)[:, :columns], rng.standard_normal((6, columns))
+    solver = rawops.LSMR(device.put(a), damp=0.5, preconditioner="column")
+    ours = solver.solve_many(device.put(B), device.put(X0))
+    assert (device.get(ours.x)[:, 0] == 0).all() and ours.istop[0] == 0 and ours.status[0].normr == 0
+    for i in range(columns):
+        alone = solver.solve(device.put(B[:, i].copy()), device.put(X0[:, i].copy()))
+        np.testing.assert_allclose(device.get(ours.x)[:, i], device.get(alone.x), rtol=1e-6, atol=1e-9)
+
+
 def test_preconditioner_object(device, rng):
     d = np.exp(1j * np.arange(6)) * 10.0 ** np.arange(-3, 3)
     q, b = system(rng, 20, 6, (1.0, 2.0), dtype="complex128")
