@@ -50,7 +50,8 @@ class Question:
         if self.hopper is not None:
             best = _gemm_sm90_config.candidates(self.hopper, device.sm_count, device.max_shared_bytes)[: _OF_HOPPER + 1]
             if not _gemm_sm90_config.wants_split(self.hopper, best[0], device.sm_count):
-                best, default = best[1:], None
+                halved = _gemm_sm90_config.in_halves(self.hopper, best[0], device.sm_count, device.max_shared_bytes)
+                best, default = best[halved == best[0] :], None  # without the one that is chosen anyway
             found += best[:_OF_HOPPER]
         likely = _gemm_config.candidates(problem, device.max_shared_bytes)
         tiles = dict.fromkeys([*reversed(likely), *_gemm_config.fitting(problem, device.max_shared_bytes)])

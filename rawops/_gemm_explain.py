@@ -133,6 +133,10 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
         of_bytes = isinstance(hopper, BytesProblem)
         candidates = (_gemm_8bit_config if of_bytes else _gemm_sm90_config).candidates(hopper, device.sm_count, room)
         found.why.append(f"Of {len(candidates)} configurations that fit, the one with the least predicted time.")
+        chosen = _gemm_sm90_config.in_halves(hopper, candidates[0], device.sm_count, room)
+        if chosen.halved:
+            found.why.append("For so few rows in tiles of half the width, two for an SM, which the L2 reads better.")
+            candidates = [chosen, *(c for c in candidates if c != replace(chosen, halved=False))]
         explain_hopper(found, hopper, candidates, device)
         return
     found.why.append(_why_not_hopper(options, device, hopper, room))

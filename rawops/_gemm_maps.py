@@ -78,7 +78,7 @@ def tensor_maps(device, operands: dict, problem, config, sizes: tuple, extents: 
         first, second = second, first
     # A b that is read once, along K, comes 2 % faster 256 bytes at a time. Else rows that begin inside sectors come
     # 15 % slower, and a row-major b of few rows, whose boxes have 128 bytes of a row, 5 %.
-    fetched = 256 if problem.M <= 64 and problem.b_k_major else 128
+    fetched = 256 if problem.M <= 64 and problem.b_k_major and not config.halved else 128
     describe = [
         map_of(*first, problem.a_k_major, a_rows, block_k, extents, fetched),
         map_of(*second, problem.b_k_major, b_rows, block_k, extents, fetched),

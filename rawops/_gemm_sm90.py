@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rawops._gemm_maps import SPAN, k_major, movable, tensor_maps
-from rawops._gemm_sm90_config import Config, Problem, TF32Problem, select_config, wants_split
+from rawops._gemm_sm90_config import Config, Problem, TF32Problem, in_halves, select_config, wants_split
 from rawops._gemm_sm90_low_rank import LowRank
 from rawops._gemm_sm90_specs import (
     BIASED,
@@ -91,7 +91,9 @@ def plan(
 ) -> Plan:
     """Prepare a product that `supports` accepts, or one of another `config`; the same arguments."""
     problem = describe_problem(operands, M, N, K, extents, activation, low_rank)
-    config = config or select_config(problem, device.sm_count, device.max_shared_bytes)
+    if config is None:
+        limits = device.sm_count, device.max_shared_bytes
+        config = in_halves(problem, select_config(problem, *limits), *limits)
     choices = {
         "dtype": "float32" if operands["a"].dtype == "tf32" else operands["a"].dtype,
         "out_dtype": operands["out"].dtype,

@@ -10,6 +10,7 @@ from hopper_gemm import padded, ran_on_hopper
 
 import rawops
 from rawops import _gemm_sm90 as sm90
+from rawops._gemm_operands import Operand
 from rawops.gemm import gemm
 from rawops.testing import has_gpu, references
 
@@ -319,6 +320,30 @@ def test_decoding_keeps_the_memory_busy(M, N, K, k_major):
 def test_a_last_wave_that_is_not_full_costs():
     """One wave of 128 tiles, 224 wide, rather than 1.7 waves of tiles 128 wide."""
     assert sm90.select_config(sm90.Problem(2, 28672, 4096), **H200).waves == 1
+
+
+@pytest.mark.parametrize("M, N, halved", [(16, 28672, 112), (2, 32000, 128), (17, 28672, None), (16, 14336, None)])
+def test_few_rows_in_halves(monkeypatch, M, N, halved):
+    """Up to 16 rows take two tiles of half the width an SM, which the L2 fetches 128 bytes at a time."""
+    problem = sm90.Problem(M, N, 4096)
+    chosen = sm90.select_config(problem, **H200)
+    config = sm90.in_halves(problem, chosen, **H200)
+    assert (config.block_n, config.waves) == ((halved, 2) if halved else (chosen.block_n, 1))
+    assert config.halved == bool(halved) and config.cluster == 1 and config.stages == 8 - 3 * (config.block_n == 224)
+    fetched = []
+    monkeypatch.setattr("rawops._gemm_maps.map_of", lambda *arguments: fetched.append(arguments[7:]))
+    row = Operand("float16", 2, 0, 4096, 1, [0, 0, 0])
+    col = Operand("float16", 2, 0, 1, 4096, [0, 0, 0])
+    out = Operand("float16", 2, 0, N, 1, [0, 0, 0])
+    sm90.tensor_maps(None, {"a": row, "b": col, "out": out}, problem, config, (M, N, 4096), (1, 1, 1))
+    assert fetched == [(128 if halved else 256,)] * 2 + [()]
+
+
+@pytest.mark.parametrize("other", [{"rank": 16}, {"batches": 2}, {"b_k_major": False}, {"grouped": True}, {"parts": 2}])
+def test_others_are_not_halved(other):
+    problem = sm90.Problem(16, 28672, 4096, **other)
+    config = sm90.select_config(problem, **H200)
+    assert sm90.in_halves(problem, config, **H200) == config
 
 
 def test_a_choice_takes_no_longer_for_many_waves():
