@@ -27,6 +27,7 @@ from rawops.gemm import Gemm, gemm, grouped_gemm
 from rawops.lora import FusedLoRA, MultiLoRA, lora_linear, lora_linear_backward
 from rawops.lsmr import LSMR, DistributedOperator, LinearOperator, LSMRResult, lsmr
 from rawops.paged_kv import PagedKVCache, append_paged_kv, paged_attention
+from rawops.rowwise import gelu, layernorm, rmsnorm, rope, row_sum, silu, softmax, swiglu
 from rawops.sparse import BSRMatrix, SparseMatrix
 
 __version__ = "0.1.0"
@@ -59,9 +60,11 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "flash_attention_varlen",
+    "gelu",
     "gemm",
     "grouped_gemm",
     "kernels",
+    "layernorm",
     "lora_linear",
     "lora_linear_backward",
     "lsmr",
@@ -70,4 +73,10 @@ __all__ = [
     "paged_attention",
     "precompile",
     "reload",
+    "rmsnorm",
+    "rope",
+    "row_sum",
+    "silu",
+    "softmax",
+    "swiglu",
 ]

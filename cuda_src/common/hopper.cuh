@@ -296,6 +296,26 @@ __device__ inline void load_from_rank(float (&values)[4], uint32_t address, int 
         : "memory");
 }
 
+template <class T> __device__ inline T value_at_rank(const T* value, int rank) {
+    static_assert(sizeof(T) % 4 == 0, "whole words");
+    uint32_t words[sizeof(T) / 4];
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T)) / 4; ++i) {
+        asm volatile(
+            "{\n"
+            ".reg .b32 there;\n"
+            "mapa.shared::cluster.u32 there, %1, %2;\n"
+            "ld.shared::cluster.b32 %0, [there];\n"
+            "}"
+            : "=r"(words[i])
+            : "r"(shared_address(value) + 4 * i), "r"(rank)
+            : "memory");
+    }
+    T found;
+    memcpy(&found, words, sizeof(T));
+    return found;
+}
+
 // Writes to where `address` lies in another block of the cluster, and has its barrier there count the bytes.
 __device__ inline void send_to_rank(uint32_t address, float4 x, uint32_t barrier, int rank) {
     asm volatile(

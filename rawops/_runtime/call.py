@@ -69,7 +69,7 @@ class Op:
 
 
 def keep_apart(operands: tuple, written: int, others: tuple[int, ...], same: int | None = None) -> tuple:
-    """List between which distances each other operand would share memory with a written one.
+    """List at which distances each other operand would share memory with a written one.
 
     Parameters
     ----------
@@ -84,21 +84,56 @@ def keep_apart(operands: tuple, written: int, others: tuple[int, ...], same: int
     target = operands[written]
     if target is None or target.size == 0:
         return ()
-    low, high = arrays.span(target)
     found = []
     for index in others:
         x = operands[index]
-        if x is None or x.size == 0:
-            continue
-        x_low, x_high = arrays.span(x)
-        found.append((written, index, low - x_high, high - x_low, index == same and x.strides == target.strides))
+        if x is not None and x.size:
+            found.append((written, index, _windows(target, x), index == same and x.strides == target.strides))
     return tuple(found)
 
 
 def check_apart(function: str, names: tuple[str, ...], apart: tuple, addresses: list) -> None:
     """Raise where operands of these names and addresses share memory that `keep_apart` has listed."""
-    for written, other, low, high, allowed in apart:
+    for written, other, windows, allowed in apart:
         distance = addresses[other] - addresses[written]
-        if low < distance < high and not (allowed and distance == 0):
+        if distance == 0 and allowed:
+            continue
+        if all(_meet(distance, *window) for window in windows):
             rule, hint = f"not overlap {names[other]}", "Pass a copy of one of them."
             checks.fail(ValueError, function, names[written], rule, f"{distance} bytes apart", hint)
+
+
+def _windows(target, x) -> tuple[tuple[int, int, int], ...]:
+    """Return distances between two arrays that all hold if they share memory: a period, or 0, and bounds of the rest.
+
+    Slices of one array lie within each other's span and are apart all the same, which shows within a period: a stride
+    of both that their larger ones are multiples of.
+    """
+    found = [(0, *_between(arrays.span(target), arrays.span(x)))]
+    for period in {abs(s) for s in target.strides} & {abs(s) for s in x.strides} - {0}:
+        inner = [_span_within(own, period) for own in (target, x)]
+        if None not in inner:
+            found.append((period, *_between(*inner)))
+    return tuple(found)
+
+
+def _between(target: tuple[int, int], x: tuple[int, int]) -> tuple[int, int]:
+    return target[0] - x[1], target[1] - x[0]
+
+
+def _span_within(x, period: int) -> tuple[int, int] | None:
+    """Return what the axes that step less than a period span, if that is no more than it, and the others step by it."""
+    inner = [(s, extent) for s, extent in zip(x.strides, x.shape, strict=True) if extent > 1 and s % period]
+    if any(abs(s) > period for s, _ in inner):
+        return None
+    low, high = (sum(s * (extent - 1) for s, extent in inner if (s > 0) == up) for up in (False, True))
+    high += x.dtype.itemsize
+    return (low, high) if high - low <= period else None
+
+
+def _meet(distance: int, period: int, low: int, high: int) -> bool:
+    """Tell whether a distance, less whole periods, lies between bounds."""
+    if period == 0:
+        return low < distance < high
+    rest = distance % period
+    return low < rest < high or low < rest - period < high

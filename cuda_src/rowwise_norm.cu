@@ -1,0 +1,112 @@
+// Layer normalisation and RMS normalisation of rows, with the sum that a residual stream goes on with.
+#include "common/rows.cuh"
+
+namespace rawops {
+
+struct NormParams {
+    RowShape shape;
+    RowArray x, residual, out, residual_out;
+    const void *weight, *bias;  // null: not there
+    int64_t weight_col, bias_col;
+    double eps;
+};
+
+// x + residual, which is added in V and not rounded.
+template <class T, int ACCESS_> struct SumOfTwo {
+    static constexpr int WIDTH = kGroup<T>, ACCESS = ACCESS_, WORDS = 2 * OneArray<T, ACCESS>::WORDS;
+    struct Raw {
+        Columns<T, WIDTH, ACCESS> x, residual;
+    };
+    OneArray<T, ACCESS> x, residual;
+
+    __device__ Raw read(int column, int count) const { return {x.read(column, count), residual.read(column, count)}; }
+    template <class V> __device__ void widen(V (&values)[WIDTH], const Raw& raw) const {
+        V other[WIDTH];
+        raw.x.widen_to(values);
+        raw.residual.widen_to(other);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) values[i] += other[i];
+    }
+};
+
+// A power of two whose product with the largest entry is near 1, where squares leave V's range; else 1.
+template <class V> __device__ inline V unit_of(V largest) {
+    if (!(largest > V(0)) || isinf(largest)) return V(1);
+    constexpr int LAST = sizeof(V) == 8 ? 1022 : 126;
+    return ldexp(V(1), clamp(-ilogb(largest), -LAST, LAST));
+}
+
+template <class T, int ACCESS, bool kResidual>
+using NormLoad = typename Choose<kResidual, SumOfTwo<T, ACCESS>, OneArray<T, ACCESS>>::Type;
+
+// kCentered: less the mean.
+template <class T, class W, int ACCESS, int GROUPS, int TEAM, int CLUSTER, bool kCentered, bool kResidual>
+__global__ void __launch_bounds__(RowTeam<TEAM, CLUSTER>::BLOCK,
+                                  row_blocks<RowTeam<TEAM, CLUSTER>, NormLoad<T, ACCESS, kResidual>, Accumulator<T>,
+                                             GROUPS>())
+    ROW_BLOCKS(CLUSTER) rowwise_norm(const __grid_constant__ NormParams params) {
+    using V = Accumulator<T>;
+    constexpr int WIDTH = kGroup<T>;
+    using Group = V[WIDTH];
+    using Load = NormLoad<T, ACCESS, kResidual>;
+    await_launch_before();
+    start_next_launch();
+    RowTeam<TEAM, CLUSTER> team(params.shape.rows);
+    const RowIndex index(params.shape, team.row);
+    Load load;
+    const OneArray<T, ACCESS> x{params.x.row<const T>(index), params.x.col};
+    if constexpr (kResidual) load = {x, {params.residual.row<const T>(index), params.residual.col}};
+    else load = x;
+    const TeamRow<V, GROUPS, decltype(team), Load> row(team, params.shape.cols, load);
+
+    const V cols = V(params.shape.cols);
+    V unit = 1, mean = 0, variance = 0;
+    auto measure = [&] {
+        if constexpr (kCentered) mean = row.sum([&](V value) { return value * unit; }) / cols;
+        variance = row.sum([&](V value) {
+            const V distance = value * unit - mean;
+            return distance * distance;
+        }) / cols;
+    };
+    measure();
+    if constexpr (!is_same<T, __half>) {
+        // Squares of bfloat16 and float32 overflow from 1e19 on, and vanish below 1e-19.
+        constexpr V kTiny = sizeof(V) == 8 ? 1e-280 : 1e-28f;
+        const bool is_lost = !(variance < V(infinity())) || (variance < kTiny && V(params.eps) == V(0));
+        if (__any_sync(~0u, is_lost)) {
+            V largest = 0;
+            row.each_value([&](V value) { largest = fmax(largest, fabs(value)); });
+            largest = team.max(largest);
+            if (is_lost) unit = unit_of(largest);
+            measure();
+        }
+    }
+    const V factor = V(1) / sqrt(variance + V(params.eps) * unit * unit);
+    if (team.exists) {
+        T* out = params.out.row<T>(index);
+        T* sums = kResidual && params.residual_out.base ? params.residual_out.row<T>(index) : nullptr;
+        const W *weight = static_cast<const W*>(params.weight), *bias = static_cast<const W*>(params.bias);
+        row.each([&](const Group& values, int column, int count) {
+            Group result, by;
+            if (sums) {
+                write_columns<ACCESS>(values, sums + column * params.residual_out.col, params.residual_out.col, count);
+            }
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) result[i] = (values[i] * unit - mean) * factor;
+            if (weight) {
+                read_columns<ACCESS>(by, weight + column * params.weight_col, params.weight_col, count);
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) result[i] *= by[i];
+            }
+            if (bias) {
+                read_columns<ACCESS>(by, bias + column * params.bias_col, params.bias_col, count);
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) result[i] += by[i];
+            }
+            write_columns<ACCESS>(result, out + column * params.out.col, params.out.col, count);
+        });
+    }
+    team.finish();
+}
+
+}  // namespace rawops

@@ -1,0 +1,316 @@
+"""Norms, softmax, gates and sums of rows: formulas in float64, odd widths and views, extremes, results in place."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rawops
+from rawops.testing import references
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(d) for d in (np.float16, BFLOAT16, np.float32, np.float64)]
+WIDTHS = [1, 2, 3, 7, 8, 9, 31, 33, 96, 130, 1025, 1234]
+EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}
+
+
+def norm(name: str, x, weight=None, bias=None, eps: float | None = None) -> np.ndarray:
+    """rmsnorm or layernorm in float64, which squares nothing that it could not hold."""
+    x = np.asarray(x, np.float64)
+    x = x - x.mean(-1, keepdims=True) if name == "layernorm" else x
+    y = x / np.sqrt((x**2).mean(-1, keepdims=True) + (EPS[name] if eps is None else eps))
+    y = y if weight is None else y * np.asarray(weight, np.float64)
+    return y if bias is None else y + np.asarray(bias, np.float64)
+
+
+def softmax(x) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+ROWWISE = {
+    "rmsnorm": (rawops.rmsnorm, lambda x: norm("rmsnorm", x)),
+    "layernorm": (rawops.layernorm, lambda x: norm("layernorm", x)),
+    "softmax": (rawops.softmax, softmax),
+    "gelu": (rawops.gelu, references.gelu),
+    "gelu_tanh": (lambda x, **out: rawops.gelu(x, "tanh", **out), references.gelu_tanh),
+    "silu": (rawops.silu, references.silu),
+    "swiglu": (rawops.swiglu, references.swiglu),
+    "row_sum": (rawops.row_sum, lambda x: np.asarray(x, np.float64).sum(-1)),
+}
+
+
+def close(got, want, dtype, terms: int = 1) -> None:
+    """Within a rounding of the result and of `terms` float32 (or float64) steps before it."""
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    inner = 2.3e-16 if dtype == np.float64 else 1.2e-7
+    bound = eps * np.abs(want) + (8 + np.sqrt(terms)) * inner * (1 + np.abs(want)) + float(ml_dtypes.finfo(dtype).tiny)
+    bound += 2e-5 * np.abs(want) + 2e-5 if dtype.itemsize == 2 else 0
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert (np.abs(got - want) <= bound)[~np.isnan(want)].all(), np.nanmax(np.abs(got - want) / bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ROWWISE)
+def test_formulas_at_odd_widths(device, rng, op, dtype):
+    """Every width, with guard bands around the result and rows before and behind that must not be read."""
+    run, reference = ROWWISE[op]
+    for cols in WIDTHS if dtype == np.float16 else WIDTHS[3::4]:
+        cols += cols % 2 if op == "swiglu" else 0
+        host = np.full((5, cols), np.nan).astype(dtype)
+        host[1:4] = rng.standard_normal((3, cols)) * 3
+        x = device.put(host)[1:4]
+        want = reference(host[1:4].astype(np.float64))
+        out = device.guarded(want.shape, dtype)
+        assert run(x, out=out) is out
+        close(device.get(out).astype(np.float64), want, dtype, cols)
+        np.testing.assert_array_equal(device.get(run(x)), device.get(out))
+
+
+@pytest.mark.parametrize("op", ROWWISE)
+def test_any_strides_and_alignment(device, rng, op):
+    """Views give the bits of contiguous copies: shifted, odd and negative strides, transposed, broadcast, five axes."""
+    run, _ = ROWWISE[op]
+    flat = device.put(rng.standard_normal(6000).astype(np.float16))
+    views = {
+        "shifted by an element": flat[1 : 1 + 4 * 72].reshape(4, 72),
+        "odd rows": flat[: 4 * 73].reshape(4, 73)[:, :72],
+        "every second column": flat[: 4 * 144].reshape(4, 144)[:, ::2],
+        "backwards": flat[: 4 * 72].reshape(4, 72)[::-1, ::-1],
+        "transposed": flat[: 4 * 72].reshape(72, 4).T,
+        "axes that do not merge": flat[: 2 * 3 * 4 * 40].reshape(4, 3, 2, 40).transpose(2, 1, 0, 3)[:, :, 1:, :24],
+        "seven axes": flat[: 3**6 * 8].reshape(3, 3, 3, 3, 3, 3, 8)[::2, ::2, ::2, ::2, ::2, ::2],
+        "one row for all": device.xp.broadcast_to(flat[:72], (3, 72)),
+    }
+    for name, x in views.items():
+        want = device.get(run(device.xp.ascontiguousarray(x)))
+        got = run(x)
+        np.testing.assert_array_equal(device.get(got), want, name)
+        apart = device.put(np.full((*want.shape, 2), np.nan, np.float16))
+        out = apart[..., 0]
+        assert run(x, out=out) is out
+        np.testing.assert_array_equal(device.get(out), want, name)
+        assert np.isnan(device.get(apart)[..., 1]).all()
+
+
+@pytest.mark.parametrize("op", ROWWISE)
+def test_empty_and_wrong(device, op):
+    run, _ = ROWWISE[op]
+    for shape in ((0, 8), (3, 0), (2, 0, 4)):
+        want = shape[:-1] if op == "row_sum" else (*shape[:-1], shape[-1] // (2 if op == "swiglu" else 1))
+        got = run(device.put(np.zeros(shape, np.float32)))
+        assert got.shape == want and (device.get(got) == 0).all()
+    x = device.put(np.zeros((3, 8), np.float32))
+    shape = run(x).shape
+    with pytest.raises(TypeError, match="must have dtype"):
+        run(device.put(np.zeros((3, 8), np.int32)))
+    with pytest.raises(TypeError, match="out must have dtype"):
+        run(x, out=device.put(np.zeros(shape, np.float64)))
+    with pytest.raises(ValueError, match="out must have shape"):
+        run(x, out=device.put(np.zeros((4, *shape[1:]), np.float32)))
+    with pytest.raises(ValueError, match="entries of its own"):
+        steps = (0, *(4 for _ in shape[1:]))
+        run(x, out=device.xp.lib.stride_tricks.as_strided(device.put(np.zeros(8, np.float32)), shape, steps))
+    with pytest.raises(TypeError, match="must be an array"):
+        run(None)
+    if op not in ("gelu", "gelu_tanh", "silu"):
+        with pytest.raises(ValueError, match="at least one axis"):
+            run(device.put(np.zeros((), np.float32)))
+
+
+@pytest.mark.parametrize("op", ["rmsnorm", "layernorm", "softmax", "gelu", "silu"])
+def test_in_place(device, rng, op):
+    run, _ = ROWWISE[op]
+    for cols in (130, 40000 if device.is_emulated and op in ("rmsnorm", "softmax") else 257):
+        x = device.put(rng.standard_normal((2, cols)).astype(np.float16))
+        want = device.get(run(x))
+        assert run(x, out=x) is x
+        np.testing.assert_array_equal(device.get(x), want)
+    with pytest.raises(ValueError, match="out must not overlap x"):
+        run(x[:, :-1], out=x[:, 1:])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32], ids=str)
+@pytest.mark.parametrize("name", ["rmsnorm", "layernorm"])
+def test_norms_with_residual_and_weights(device, rng, name, dtype):
+    """Each array with its own row stride; the norm is that of the sum before it is rounded."""
+    run = getattr(rawops, name)
+    rows, cols = 3, 136
+    wide = [rng.standard_normal((rows, cols + extra)).astype(dtype) for extra in (8, 3, 0)]
+    x, residual = (device.put(w)[:, :cols] for w in wide[:2])
+    weight, bias = (rng.standard_normal(cols).astype(np.float32) for _ in range(2))
+    given = {"weight": device.put(weight)} | ({"bias": device.put(bias)} if name == "layernorm" else {})
+    sums, out = device.guarded((rows, cols), dtype), device.put(wide[2])
+    run(x, **given, residual=residual, residual_out=sums, out=out)
+    exact = wide[0][:, :cols].astype(np.float64) + wide[1][:, :cols].astype(np.float64)
+    want = norm(name, exact, weight, bias if name == "layernorm" else None)
+    close(device.get(out).astype(np.float64), want, np.dtype(dtype), cols)
+    np.testing.assert_array_equal(device.get(sums), exact.astype(np.float32).astype(dtype))
+    own = {key: value.astype(dtype) for key, value in given.items()}  # weights of x's dtype
+    got = device.get(run(x, **own, residual=residual)).astype(np.float64)
+    host = {key: device.get(value).astype(np.float64) for key, value in own.items()}
+    close(got, norm(name, exact, **host), np.dtype(dtype), cols)
+
+
+def test_residual_in_place(device, rng):
+    """As serving engines have it: residual takes the sum and x the norm; or both the other way round."""
+    x, residual = (rng.standard_normal((3, 96)).astype(np.float16) for _ in range(2))
+    want = device.get(rawops.rmsnorm(device.put(x), residual=device.put(residual)))
+    for swapped in (False, True):
+        a, b = device.put(x.copy()), device.put(residual.copy())
+        out, sums = (b, a) if swapped else (a, b)
+        assert rawops.rmsnorm(a, residual=b, out=out, residual_out=sums) is out
+        np.testing.assert_array_equal(device.get(out), want)
+        np.testing.assert_array_equal(device.get(sums), x + residual)
+    with pytest.raises(ValueError, match="out must not overlap residual_out"):
+        rawops.rmsnorm(a, residual=b, out=a, residual_out=a)
+    with pytest.raises(ValueError, match="residual_out must be None without residual"):
+        rawops.rmsnorm(a, residual_out=b)
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "layernorm"])
+def test_norms_of_extremes(device, name):
+    """Squares past the range of float32 and below it, sums past that of float16, rows of zeros, infinities."""
+    run = getattr(rawops, name)
+    signs = np.where(np.arange(4096) % 3 == 0, -1.0, 1.0)
+    sizes = {np.float16: (300, 60000), BFLOAT16: (1e20,), np.float32: (1e20, 3e38)}
+    for dtype, size in [(kind, one) for kind, several in sizes.items() for one in several]:
+        x = (signs * size).astype(dtype)[None].repeat(2, 0)
+        got = device.get(run(device.put(x))).astype(np.float64)
+        close(got, norm(name, x), np.dtype(dtype), 4096)
+    tiny = (signs * 1e-25).astype(np.float32)[None]
+    close(device.get(run(device.put(tiny), eps=0)), norm(name, tiny, eps=0), np.dtype(np.float32), 4096)
+    close(device.get(run(device.put(tiny), eps=1e-6)), norm(name, tiny), np.dtype(np.float32), 4096)
+    large = device.put(np.full((1, 4096), 60000, np.float16) * signs.astype(np.float16))
+    np.testing.assert_array_equal(device.get(run(large, residual=large)), device.get(run(large)))
+    assert (device.get(run(device.put(np.zeros((1, 64), np.float16)))) == 0).all()
+    mixed = np.ones((3, 64), np.float32)
+    mixed[0, 5], mixed[2, 7] = np.nan, np.inf
+    got = device.get(run(device.put(mixed)))
+    want = norm(name, mixed[1:2])
+    close(got[1:2], want, np.dtype(np.float32), 64)
+    assert np.isnan(got[0]).all() and np.isnan(got[2, 7])
+    assert np.isnan(got[2]).all() if name == "layernorm" else (np.delete(got[2], 7) == 0).all()
+
+
+def test_norms_refuse(device):
+    x = device.put(np.ones((3, 8), np.float16))
+    for eps in (-1e-6, np.inf, np.nan, "1", None):
+        with pytest.raises(ValueError if isinstance(eps, float) else TypeError, match="eps must be"):
+            rawops.rmsnorm(x, eps=eps)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        rawops.rmsnorm(x, device.put(np.ones(7, np.float16)))
+    with pytest.raises(TypeError, match="weight must have dtype"):
+        rawops.rmsnorm(x, device.put(np.ones(8, np.float64)))
+    with pytest.raises(TypeError, match="bias must have dtype float16"):
+        rawops.layernorm(x, device.put(np.ones(8, np.float16)), device.put(np.ones(8, np.float32)))
+    with pytest.raises(ValueError, match="residual must have shape"):
+        rawops.rmsnorm(x, residual=x[:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_of_extremes(device, dtype):
+    for cols in (1, 2, 31, 33, 1025):
+        x = np.full((7, cols), -np.inf)
+        x[0, -1] = 5  # all but one -inf, whole threads of nothing else
+        x[2] = -1e3
+        x[3] = float(ml_dtypes.finfo(dtype).max)
+        x[4] = np.linspace(-1, 1, cols)
+        x[4, 0] = np.inf
+        x[5] = np.linspace(-1, 1, cols)
+        x[5, -1] = np.nan
+        x[6] = np.linspace(-1, 1, cols)
+        got = device.get(rawops.softmax(device.put(x.astype(dtype)))).astype(np.float64)
+        assert got[0, -1] == 1 and (got[0, :-1] == 0).all()
+        assert np.isnan(got[[1, 4, 5]]).all()
+        close(got[2:4], np.full((2, cols), 1 / cols), dtype, cols)
+        close(got[6], softmax(x[6].astype(dtype)), dtype, cols)
+
+
+def check_long_rows(device, rng, cols: int) -> None:
+    host = rng.standard_normal((2, cols)).astype(np.float32)
+    host[1, 7] = 1e20
+    x = device.put(host)
+    close(device.get(rawops.softmax(x)), softmax(host), np.dtype(np.float32), cols)
+    close(device.get(rawops.rmsnorm(x)), norm("rmsnorm", host), np.dtype(np.float32), cols)
+    close(device.get(rawops.layernorm(x)), norm("layernorm", host), np.dtype(np.float32), cols)
+    exact = rng.integers(-9, 9, (3, cols)).astype(np.float32)
+    np.testing.assert_array_equal(device.get(rawops.row_sum(device.put(exact))), exact.sum(-1, dtype=np.float64))
+
+
+def test_rows_longer_than_a_block_holds(device, rng):
+    check_long_rows(device, rng, 40000)
+
+
+@pytest.mark.parametrize("cols", [9000, 20001])
+def test_rows_of_a_cluster(hopper, rng, cols):
+    check_long_rows(hopper, rng, cols)
+
+
+def test_gates_at_the_extremes(device):
+    gate = np.array([-1e4, -100, -88.5, -87.5, -50, -0.0, 0, 50, 1e4, -np.inf, np.inf, np.nan])
+    for dtype in (np.float32, np.float64):
+        x = np.stack([gate, np.ones_like(gate)], 1).astype(dtype)
+        want = references.silu(x[:, 0].astype(np.float64))
+        gated, alone = rawops.swiglu(device.put(x)), rawops.silu(device.put(x[:, :1].copy()))
+        for got in (device.get(gated)[:, 0], device.get(alone)[:, 0]):
+            np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+            finite = np.isfinite(want)
+            bound = 1e-6 * np.abs(want) + np.finfo(dtype).tiny
+            assert (np.abs(got[finite] - want[finite]) <= bound[finite]).all()
+            assert got[10] == np.inf and got[9] == 0
+    half = device.put(np.array([[300, 300]], np.float16))
+    assert device.get(rawops.swiglu(half))[0, 0] == np.inf
+    with pytest.raises(ValueError, match="even number of columns"):
+        rawops.swiglu(half[:, :1])
+    with pytest.raises(ValueError, match="approximate must be"):
+        rawops.gelu(half, "erf")
+    got = device.get(rawops.gelu(device.put(gate[:9].astype(np.float32))))
+    np.testing.assert_allclose(got, references.gelu(gate[:9]), rtol=2e-6, atol=1e-37)
+
+
+def test_sums(device, rng):
+    """Exact where integers are; float32 of 16-bit sums on request; past 65504 an infinity."""
+    x = rng.integers(-3, 4, (4, 3, 1234)).astype(np.float16)
+    want = x.astype(np.float64).sum(-1)
+    np.testing.assert_array_equal(device.get(rawops.row_sum(device.put(x))), want)
+    got = rawops.row_sum(device.put(np.full((2, 4096), 60000, np.float16)), out_dtype="float32")
+    assert got.dtype == np.float32 and (device.get(got) == 4096 * 60000.0).all()
+    assert np.isposinf(device.get(rawops.row_sum(device.put(np.full((2, 2), 60000, np.float16))))).all()
+    with pytest.raises(ValueError, match="out_dtype must be"):
+        rawops.row_sum(device.put(x), out_dtype="float64")
+
+
+@pytest.mark.gpu
+def test_more_entries_than_int32_counts():
+    """2**31 + 8 entries in one axis of an elementwise op, and rows whose offsets pass 2**31."""
+    import cupy
+
+    x = cupy.zeros(2**31 + 8, np.float16)
+    x[-3:] = cupy.asarray([1, 2, 3], np.float16)
+    got = rawops.silu(x, out=x)[-4:].get()
+    np.testing.assert_allclose(got, [0, 0.731, 1.762, 2.857], atol=2e-3)
+    rows = x.reshape(-1, 8)[::-1]
+    got = rawops.row_sum(rows)
+    assert float(got[0]) == pytest.approx(5.35, abs=0.01) and int(cupy.count_nonzero(got)) == 1
+
+
+@pytest.mark.gpu
+def test_capture_and_streams():
+    """Each op in a graph after one call, replayed with other contents; on a stream of its own."""
+    import cupy
+
+    x = cupy.zeros((64, 512), np.float16)
+    outs = {name: run(x) for name, (run, _) in ROWWISE.items()}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        for name, (run, _) in ROWWISE.items():
+            run(x, out=outs[name])
+        graph = stream.end_capture()
+        x[...] = cupy.random.standard_normal(x.shape).astype(np.float16)
+        graph.launch(stream)
+        stream.synchronize()
+        for name, (run, reference) in ROWWISE.items():
+            close(outs[name].get().astype(np.float64), reference(x.get().astype(np.float64)), np.dtype(np.float16), 512)
+            cupy.testing.assert_array_equal(run(x), outs[name])
