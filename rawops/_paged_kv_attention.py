@@ -60,6 +60,7 @@ def attend(
     **prior: Parts,
 ):
     """Run on arrays of any kind in the order of `OP`; returns out, or out and lse."""
+    return_lse = checks.flag(function, "return_lse", return_lse)
     plan, operands, addresses, give = OP.resolve(function, operands, (options, layout))
     q, pages, *small, out = operands
     device = plan.device

@@ -101,6 +101,7 @@ class PagedKVCache:
         if max_length is None:
             max_length = min(num_pages * page_size, 2**30 - page_size)
         max_length = checks.int_range(_NAME, "max_length", max_length, 0, 2**30 - page_size)
+        sharing = checks.flag(_NAME, "prefix_sharing", prefix_sharing)
         self._device = arrays.current_device(_NAME)
         inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
         # CuPy neither makes nor copies arrays of float8: these are a view of bytes
@@ -113,7 +114,7 @@ class PagedKVCache:
             self.k_scale, self.v_scale = (self._device.empty((heads,), "float32") for _ in "kv")
             self.k_scale[...] = self.v_scale[...] = 1
         self.page_size, self.num_kv_heads, self.head_dim = page_size, heads, head_dim
-        self._allocator = PageAllocator(num_pages, page_size, -(-max_length // page_size), bool(prefix_sharing))
+        self._allocator = PageAllocator(num_pages, page_size, -(-max_length // page_size), sharing)
         self._lock = self._allocator.lock
         self._batches: OrderedDict[tuple[int, ...], Batch] = OrderedDict()
         self._steps: dict[int, Batch] = {}
@@ -411,6 +412,7 @@ class PagedKVCache:
 
     def _cascade(self, function: str, q, batch: Batch, pages: int, beside: bool, out, return_lse: bool, options: dict):
         asked = _asked(function, options | {"causal": False})
+        return_lse = checks.flag(function, "return_lse", return_lse)
         if q is not None and out is not None:
             (queries, target), _ = arrays.take(function, q=q, out=out)
             checks.dtype(function, "out", target, (dtypes.name(queries.dtype),))

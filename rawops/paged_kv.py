@@ -10,6 +10,7 @@ from __future__ import annotations
 from rawops._paged_kv_append import append
 from rawops._paged_kv_attention import attend, options_of
 from rawops._paged_kv_cache import PagedKVCache
+from rawops._runtime import checks
 
 __all__ = ["PagedKVCache", "append_paged_kv", "paged_attention"]
 
@@ -74,7 +75,7 @@ def append_paged_kv(
     which then follows tables and positions as they are at each replay.
     """
     operands = (k, v, pages, block_table, positions, sequence_ids, k_scale, v_scale, cos, sin, q, q_out)
-    append("append_paged_kv", operands, layout, bool(interleaved))
+    append("append_paged_kv", operands, layout, checks.flag("append_paged_kv", "interleaved", interleaved))
 
 
 def paged_attention(

@@ -319,6 +319,7 @@ MISTAKES = {
     "softmax_scale must be finite": ({"softmax_scale": lambda a: np.nan}, ValueError),
     "softmax_scale must fit float32": ({"softmax_scale": lambda a: 1e39}, ValueError),
     "causal must be True or False": ({"causal": lambda a: "no"}, TypeError),
+    "return_lse must be True or False": ({"return_lse": lambda a: "no"}, TypeError),
     "num_splits must be between 1": ({"num_splits": lambda a: 0}, ValueError),
     "alibi_slopes must have shape": ({"alibi_slopes": lambda a: a["seq_lens"].astype(np.float32)}, ValueError),
     "block_table must be an array": ({"block_table": lambda a: None}, TypeError),

@@ -329,6 +329,11 @@ MISTAKES = {
     "tokens must have": (lambda c, x: c.append(x, x, [0], tokens=[[1, 2]]), ValueError),
     "counts must be an integer": (lambda c, x: c.append(x, x, [0], [1.5]), TypeError),
     "softcap must be finite": (lambda c, x: c.decode(x, [0], softcap=-1), ValueError),
+    "return_lse must be True or False": (lambda c, x: c.decode(x, [0], return_lse="no"), TypeError),
+    "prefix_sharing must be True or False": (
+        lambda c, x: rawops.PagedKVCache(4, 16, 1, 64, prefix_sharing="no"),
+        TypeError,
+    ),
     "cascade must be True or False": (lambda c, x: c.decode(x, [0], cascade="x"), TypeError),
     "options must be among alibi_slopes, causal": (lambda c, x: c.decode(x, [0], slope=1), TypeError),
     "decode: sequences must be a sequence of int, got 3": (lambda c, x: c.decode(x, 3), TypeError),
