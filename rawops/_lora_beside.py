@@ -16,6 +16,7 @@ ROWS, RANKS = 64, 16  # at most
 MOST_COLUMNS = 256  # of a tile
 _MEMORY = 6 << 10  # bytes of BesideMemory at most
 _FEWEST_COLUMNS, _WIDE = 64, 128  # of D in a tile; from which on a part of x @ a takes more of K
+_PATIENCE = 20000  # looks, half a microsecond apart
 
 _BLOCK_K = 64
 
@@ -24,7 +25,7 @@ _CALL = ParamStruct(
     a="tensormap",
     **dict.fromkeys(("b", "x", "indices", "ranks", "non_finite", "scalings", "parts", "counters"), "pointer"),
     **dict.fromkeys(("x_row", "index_stride"), "int64"),
-    **dict.fromkeys(("M", "N", "K", "max_loras"), "int32"),
+    **dict.fromkeys(("M", "N", "K", "max_loras", "patience"), "int32"),
 )
 BESIDE = spec_of(
     "lora_beside_sm90.cu",
@@ -101,7 +102,7 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
 
     def call(x: int, indices: int, index_stride: int, parts: int) -> bytes:
         found = (adapters.ranks, adapters.non_finite, adapters.scalings, parts, adapters.counters)
-        sizes = (x_row, index_stride, M, N, K, adapters.max_loras)
+        sizes = (x_row, index_stride, M, N, K, adapters.max_loras, _PATIENCE)
         return _CALL.pack(map_of_a, adapters.b, x, indices, *found, *sizes)
 
     kernel, shared_bytes = BESIDE.kernel(device, **choices), config.shared_bytes(problem) + _MEMORY

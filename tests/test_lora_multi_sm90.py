@@ -162,8 +162,10 @@ def test_hopper_beside(hopper, force, rng, dtype, block_n, M, ranks, activation,
         np.testing.assert_array_equal(bits(hopper, again), bits(hopper, out)[order])
 
 
-def test_hopper_adapter_for_every_row(hopper, force, rng):
-    """What a block makes of x @ a takes several stages, and then most rows have none."""
+@pytest.mark.parametrize("patience", [20000, 0])
+def test_hopper_adapter_for_every_row(hopper, force, monkeypatch, rng, patience):
+    """A block's parts of x @ a take several rounds, and then most rows have none; it may have to make all."""
+    monkeypatch.setattr("rawops._lora_beside._PATIENCE", patience)
     force(64, block_m=64, stages=3)
     M, N, K = 64, 136, 320
     x, c = integers(rng, (M, K)), integers(rng, (K, N))

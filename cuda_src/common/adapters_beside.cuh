@@ -21,6 +21,7 @@ struct AdaptersBeside {
     int* counters;  // of blocks that have made their parts, and that have seen those of all; 0 between launches
     int64_t x_row, index_stride;  // bytes; elements
     int M, N, K, max_loras;
+    int patience;  // how often a block looks whether the parts of others are there, before it makes all by itself
 };
 
 // Up to sixteen rows of one adapter.
@@ -112,16 +113,19 @@ public:
 
     __device__ int makers() const { return min_of(count, int(gridDim.x)); }  // blocks that make some
 
-    // Makes those of this block, by all threads of WARPS warps, of which one is `first`; `sync` is their barrier.
-    template <class Sync> __device__ void make(uint32_t place, uint32_t full, int warp, bool first, Sync sync) const {
-        uint32_t phase = 0;
+    // Makes part `first` and every `step`th behind it, by all threads of WARPS warps; `sync` is their barrier. `full`
+    // is the barrier of the copies to `place`, and `phase` how it stands.
+    template <class Sync>
+    __device__ void make(int first, int step, uint32_t place, uint32_t full, uint32_t& phase, int thread,
+                         Sync sync) const {
 #pragma unroll 1
-        for (int begin = blockIdx.x; begin < count; begin += at_once * gridDim.x, phase ^= 1) {
-            if (first) fetch(begin, place, full);
+        for (int begin = first; begin < count; begin += at_once * step, phase ^= 1) {
+            if (thread == 0) fetch(begin, step, place, full);
             barrier_wait(full, phase);
             __syncwarp();
-            for_each_part(begin, [&](int i, const RowsOfAdapter& set, int stretch) {
-                if (i % WARPS == warp) multiply(set, stretch, place + i * A_BYTES, place + x_at + i * x_pitch);
+            for_each_part(begin, step, [&](int i, const RowsOfAdapter& set, int stretch) {
+                if (i % WARPS != thread / kWarpSize) return;
+                multiply(set, stretch, place + i * A_BYTES, place + x_at + i * x_pitch);
             });
             sync();
         }
@@ -146,21 +150,21 @@ public:
 private:
     __device__ int blocks_of(int stretch) const { return min_of(call.K / 64 - stretch * BLOCKS, BLOCKS); }
 
-    template <class Visit> __device__ void for_each_part(int begin, Visit visit) const {
+    template <class Visit> __device__ void for_each_part(int begin, int step, Visit visit) const {
 #pragma unroll 1
-        for (int i = 0, part = begin; i < at_once && part < count; ++i, part += gridDim.x) {
+        for (int i = 0, part = begin; i < at_once && part < count; ++i, part += step) {
             visit(i, rows.sets[part / stretches], part % stretches);
         }
     }
 
     // Starts the copies of a round.
-    __device__ void fetch(int begin, uint32_t place, uint32_t full) const {
+    __device__ void fetch(int begin, int step, uint32_t place, uint32_t full) const {
         int bytes = 0;
-        for_each_part(begin, [&](int, const RowsOfAdapter& set, int stretch) {
+        for_each_part(begin, step, [&](int, const RowsOfAdapter& set, int stretch) {
             bytes += A_BYTES + set.count * blocks_of(stretch) * ROW;
         });
         barrier_arrive_expect(full, bytes);
-        for_each_part(begin, [&](int i, const RowsOfAdapter& set, int stretch) {
+        for_each_part(begin, step, [&](int i, const RowsOfAdapter& set, int stretch) {
             tma_load_once(place + i * A_BYTES, call.a, {0, set.slot * kBesideRanks, stretch * BLOCKS, 0, 0}, full);
             for (int row = 0; row < set.count; ++row) {
                 const char* from = call.x + set.rows[row] * call.x_row + int64_t(stretch) * X_BYTES;

@@ -3,7 +3,8 @@
 // adapter, with zeros for y of the rows that have another one. So no row depends on which adapters the others have.
 //
 // Until then the followers, a thread a row, make the block's parts of y where the staging tile is later, wait for those
-// of the other blocks, and add all up: the blocks of a grid run at the same time, since it has at most one for each SM.
+// of the other blocks, and add all up. The blocks of a grid run at the same time, since it has at most one for each SM,
+// unless two such launches come to have a part of the SMs each; then a block loses patience and makes all parts itself.
 #pragma once
 #include "adapters_beside.cuh"
 #include "hopper_adapter_turns.cuh"
@@ -65,12 +66,17 @@ struct RowsBeside : NotSorted {
         const Parts<Tile> parts(call, own.rows);
         if (parts.count == 0) return;
         extern __shared__ __align__(1024) char shared[];
-        parts.make(shared_address(shared) + Tile::STAGING_AT, shared_address(&own.fetched), row / kWarpSize, row == 0,
-                   sync);
+        uint32_t phase = 0;
+        auto make = [&](int first, int step) {
+            parts.make(first, step, shared_address(shared) + Tile::STAGING_AT, shared_address(&own.fetched), phase, row,
+                       sync);
+        };
+        make(blockIdx.x, gridDim.x);
         if (row == 0 && blockIdx.x < parts.makers()) {
             asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(call.counters) : "memory");
         }
-        await_parts(call.counters, parts.makers());
+        const bool late = !await_parts(call, parts.makers());
+        if (sync_group_or<FOLLOWERS>(4, late)) make(0, 1);  // the same bits as those that others write, or have written
         float sum[kBesideRanks] = {};
         if (slot < call.max_loras) {
             parts.add_up(sum, row);
@@ -172,13 +178,15 @@ struct RowsBeside : NotSorted {
     }
 
 private:
-    static __device__ void await_parts(const int* counter, int makers) {
-        while (true) {
+    // Tells whether they have come.
+    static __device__ bool await_parts(const Call& call, int makers) {
+        for (int looks = 0; looks < call.patience; ++looks) {
             int made;
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(made) : "l"(counter) : "memory");
-            if (made >= makers) return;
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(made) : "l"(call.counters) : "memory");
+            if (made >= makers) return true;
             __nanosleep(500);
         }
+        return false;
     }
 
     // To 16 bits: two values of bfloat16. What is next to infinity stays finite.
