@@ -353,7 +353,8 @@ class ScaleArguments:
         return cls(factor, tuple(found))
 
     def applied_to(self, alpha: tuple) -> tuple:
-        return (alpha[0], alpha[1] * self.factor, alpha[2])
+        """Return alpha, packed, times the numbers; 0 stays 0, whatever they are."""
+        return (alpha[0], alpha[1] * self.factor, alpha[2]) if alpha[1] != 0 else alpha
 
     def on_device(self, function: str, a) -> ScaleArguments:
         """Return them with an array in the place of a number for the result."""

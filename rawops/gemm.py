@@ -83,7 +83,8 @@ def gemm(
     c : array broadcastable to (..., M, N), optional
         Not read when `beta` is 0.
     alpha, beta : float or 0-d array of float16, bfloat16, float32 or float64
-        Arrays are read on the device, without synchronising. With `alpha` 0, `a` and `b` are not read.
+        Arrays are read on the device, without synchronising. With `alpha` 0, `a` and `b` are not read, nor do their
+        scales take part: NaN there changes nothing.
     bias : array (N,), optional
         Added to every row before the activation.
     residual : array broadcastable to the result, optional

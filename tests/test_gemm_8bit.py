@@ -261,6 +261,39 @@ def test_nothing_read_where_the_factor_is_zero(device, rng):
         same(device, gemm(a, b, device.put(c), beta=2.0, **given), 2 * c.astype(float))
 
 
+@pytest.mark.parametrize(
+    "dtype, shape_a, shape_b",
+    [
+        (E4M3, (), ()),
+        (E4M3, (1, 1), (1, 1)),
+        (E4M3, (9, 1), (1, 24)),
+        (E4M3, (9, 2), (2, 1)),
+        (E4M3, (9, 2), (2, 24)),
+        (INT8, (1, 1), (1, 24)),
+        (INT8, (9, 1), (1, 1)),
+    ],
+    ids=str,
+)
+def test_scales_take_no_part_without_alpha_or_k(device, rng, dtype, shape_a, shape_b):
+    """NaN in scales of any kind, numbers too, changes nothing where `alpha` or K is 0."""
+    c, zero = integers(rng, (9, 24), BFLOAT16), device.put(np.zeros((), np.float32))
+    for K, alpha in ((160, 0.0), (160, zero), (0, 1.0)):
+        a, b = np.ones((9, K), dtype), np.ones((K, 24), dtype)
+        if dtype != INT8:
+            a[...], b[...] = np.nan, np.nan
+        scale_a, scale_b = np.nan, np.nan
+        if shape_a:
+            blocks = {2: -(-K // 128)}  # along K
+            scale_a, scale_b = (
+                device.put(np.full([blocks.get(n, n) for n in shape], np.nan, np.float32))
+                for shape in (shape_a, shape_b)
+            )
+        operands = laid_out(device, a, "row"), laid_out(device, b, "col")
+        same(device, gemm(*operands, alpha=alpha, scale_a=scale_a, scale_b=scale_b), np.zeros((9, 24)))
+        got = gemm(*operands, device.put(c), alpha=alpha, beta=2.0, scale_a=scale_a, scale_b=scale_b)
+        same(device, got, 2 * c.astype(float))
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_float8_results(device, dtype):
     """Rounded to nearest even; what is too large becomes the largest number, NaN stays NaN."""

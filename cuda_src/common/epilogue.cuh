@@ -79,7 +79,8 @@ struct Scalar {
 
     __device__ double read() const {
         if (pointer == nullptr) return value;
-        return value * entry();
+        const double read = entry();
+        return read == 0 ? 0 : value * read;  // 0 whatever the number is: scales may be part of it
     }
 
 private:

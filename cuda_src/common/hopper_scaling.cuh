@@ -327,25 +327,25 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
     }
 
     // The scales of a thread's rows and columns, which meet its accumulators on their way out. Like the bias they are
-    // loaded before the main loop, which hides it.
+    // loaded before the main loop, which hides it: they meet nothing, and so are waited for, until it ends.
     template <class Tile> struct Factors {
         struct Columns {
             float of[2];
         };
-        float alpha;  // that is left for what comes after
+        float alpha, factor;  // what is left of alpha for what comes after, and what is not
         float row[Tile::ATOMS_M][2];
         ColumnScales<Tile::PARTS, Tile::SHARE> held;
         int lane;
 
         __device__ Factors(const ScaledParams& params, const Work& work, int n, const Consumer& self, float alpha_)
-            : alpha(kVectors ? 1 : alpha_), lane(self.lane()) {
+            : alpha(kVectors ? 1 : alpha_), factor(alpha_), lane(self.lane()) {
             if constexpr (kVectors) {
-                const BlockScales scales(params, work.batch);
+                const BlockScales scales(params, work.batch, alpha_ != 0);
                 const int m = work.m + self.row + self.warp_row() + lane / 4;
 #pragma unroll
                 for (int i = 0; i < Tile::ATOMS_M * 2; ++i) {
                     const float* from = scales.of_row(m + i / 2 * 64 + i % 2 * 8, 0);
-                    row[i / 2][i % 2] = scales.a == nullptr ? alpha_ : *from * alpha_;
+                    row[i / 2][i % 2] = scales.a == nullptr ? 1 : *from;
                 }
                 held.load(scales, n, params.shape.epilogue.cols, lane);
             }
@@ -355,7 +355,7 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
             else return {};
         }
         template <class V> __device__ auto times(V value, int i, int half, const Columns& columns, int place) const {
-            if constexpr (kVectors) return to_float(value) * (row[i][half] * columns.of[place]);
+            if constexpr (kVectors) return to_float(value) * (row[i][half] * factor * columns.of[place]);
             else if constexpr (is_same<typename Tile::Epilogue::Value, int>) return value;
             else return to_float(value);
         }

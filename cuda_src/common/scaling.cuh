@@ -31,12 +31,13 @@ struct ScaledParams {
     GemmShape shape;
     ScaleParams scales;
 
-    // What all of a @ b is multiplied with.
+    // What all of a @ b is multiplied with. Where alpha or K is 0, the scales take no part either, NaN or not.
     __device__ float factor() const {
-        double factor = call.alpha.read();
+        const double alpha = call.alpha.read();
+        double factor = alpha;
         if (scales.whole_a != nullptr) factor *= *scales.whole_a;
         if (scales.whole_b != nullptr) factor *= *scales.whole_b;
-        return float(factor);
+        return alpha == 0 || shape.K == 0 ? 0 : float(factor);
     }
 };
 
@@ -47,9 +48,10 @@ struct BlockScales {
     int64_t a_batch, b_batch;
     int rows, b_count;
 
-    __device__ BlockScales(const ScaledParams& params, const int (&batch)[3])
-        : a(params.scales.a),
-          b(params.scales.b),
+    // Without `reads`, none are there.
+    __device__ BlockScales(const ScaledParams& params, const int (&batch)[3], bool reads = true)
+        : a(reads ? params.scales.a : nullptr),
+          b(reads ? params.scales.b : nullptr),
           a_strides(params.scales.a_strides),
           b_strides(params.scales.b_strides),
           a_batch(a_strides.offset(batch)),
@@ -79,6 +81,8 @@ public:
                               int rows_end)
         : Base(params.call.epilogue, params.shape.epilogue, batch, alpha, rows_end),
           scales(params.scales),
+          a(alpha == 0 ? nullptr : scales.a),
+          b(alpha == 0 ? nullptr : scales.b),
           a_batch(scales.a_strides.offset(batch)),
           b_batch(scales.b_strides.offset(batch)) {}
 
@@ -104,14 +108,15 @@ public:
 
 private:
     const ScaleParams& scales;
+    const float *a, *b;  // null where they take no part
     int64_t a_batch, b_batch;
 
     __device__ void multiply(int m, int64_t n, int count, Group& value) const {
-        const float row = scales.a == nullptr ? 1 : scales.a[a_batch + m * scales.a_strides.row];
+        const float row = a == nullptr ? 1 : a[a_batch + m * scales.a_strides.row];
 #pragma unroll
         for (int i = 0; i < Base::WIDTH; ++i) {
             const int64_t at = b_batch + (n + i) * scales.b_strides.col;
-            value[i] *= scales.b == nullptr || i >= count ? row : row * scales.b[at];
+            value[i] *= b == nullptr || i >= count ? row : row * b[at];
         }
     }
 };
