@@ -129,6 +129,9 @@ class BytesProblem(HopperProblem):
             return 0
         return (block_m + (block_n if self.promotion == COLUMN_SCALED else 4)) * 4
 
+    def by_columns(self, block_m: int, cluster: int) -> bool:
+        return self.promotion == PROMOTED and block_m == 128 and cluster == 1 and self.parts == 1
+
     def widths(self, step: int, block_m: int, cluster: int, ping_pong: bool) -> list[int]:
         if self.promotion == IN_PLACE:
             found = super().widths(step, block_m, cluster, ping_pong)

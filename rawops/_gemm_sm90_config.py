@@ -87,6 +87,10 @@ class Problem:
         """Shared memory of a stage's scales."""
         return 0
 
+    def by_columns(self, block_m: int, cluster: int) -> bool:
+        """Whether the consumers share out the columns of a tile."""
+        return False
+
     def widths(self, step: int, block_m: int, cluster: int, ping_pong: bool) -> list[int]:
         """Columns of a tile for which a consumer has registers, multiples of `step`."""
         wide = block_m == 64 or not (ping_pong or cluster > 1)
@@ -119,8 +123,8 @@ class Config:
 
     The blocks of a cluster share a tile, each a slice of K. `pairs`: two blocks take tiles below each other and load b
     once for both. `rides`: the columns of lora_a go along the K loop; otherwise `beside` blocks of another launch make
-    x @ a, if wanted. `halved`: see `in_halves`. Blocks that run at the same time work on `raster_rows` rows of tiles,
-    to share operands in the L2.
+    x @ a, if wanted. `halved`: see `in_halves`. `by_columns`: the consumers share out the columns of a tile, not its
+    rows. Blocks that run at the same time work on `raster_rows` rows of tiles, to share operands in the L2.
     """
 
     block_m: int
@@ -136,6 +140,7 @@ class Config:
     pairs: bool = False
     beside: int = 0
     halved: bool = False
+    by_columns: bool = False
 
     @property
     def consumers(self) -> int:
@@ -144,15 +149,15 @@ class Config:
     @property
     def rows(self) -> int:
         """Rows of a consumer."""
-        return self.block_m if self.ping_pong else 64
+        return self.block_m if self.ping_pong or self.by_columns else 64
 
     @property
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 
     def share(self, problem: Problem) -> int:
-        """Columns of D that a block finishes."""
-        return self.block_n // problem.parts // self.cluster
+        """Columns of D that a consumer finishes."""
+        return self.block_n // problem.parts // self.cluster // (2 if self.by_columns else 1)
 
     def pass_cols(self, problem: Problem) -> int:
         """Columns of D that a consumer stages at a time."""
@@ -203,6 +208,7 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
         if cluster <= problem.k_blocks and (block_m == 64 or not rides):  # riding pays where the memory is the limit
             wide = 64 if problem.b_k_major else 128  # halves of b are whole boxes; narrow boxes of D take too long
             unit = math.lcm(step, wide if pairs else 16 * problem.parts * cluster)
+            unit *= 2 if problem.by_columns(block_m, cluster) else 1
             found += [
                 configure(problem, sm_count, max_shared_bytes, block_m, width, cluster, ping_pong, rides, pairs)
                 for width in problem.widths(unit, block_m, cluster, ping_pong)
@@ -251,6 +257,7 @@ def configure(
     rows = -(-tiles_m // (bands * together)) * together
     blocks -= blocks % together
     config = Config(block_m, block_n, 0, cluster, ping_pong, rides, rows, blocks, waves, 0, pairs)
+    config = replace(config, by_columns=problem.by_columns(block_m, cluster))
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
     config = replace(config, stages=max(min(stages, MAX_STAGES), 0))
     config = replace(config, cost=_cost(problem, config, sm_count, tiles, at_a_time))

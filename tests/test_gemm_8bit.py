@@ -406,7 +406,7 @@ TILES = [(128, 256, 1, False), (128, 128, 1, True), (64, 256, 1, False), (64, 19
 # With sums beside the tensor cores: block_m, block_n, cluster; scales of a and b.
 WHOLE, BLOCKS, COLUMNS = ((1, 1), (1, 1)), ((136, 9), (9, 3)), ((136, 9), (9, 280))
 SUMMED = [
-    (128, 176, 1, WHOLE),
+    (128, 160, 1, WHOLE),
     (64, 128, 2, WHOLE),
     (128, 192, 1, BLOCKS),
     (128, 160, 1, BLOCKS),
@@ -442,6 +442,23 @@ def test_tiles_with_sums(hopper, force, rng, block_m, block_n, cluster, forms):
     same(hopper, out, exact(a * spread(scale_a, a.shape), b * spread(scale_b, b.shape)))
 
 
+@pytest.mark.parametrize("block_n", [192, 160, 128, 32])
+def test_consumers_with_half_of_the_columns_each(hopper, force, rng, block_n):
+    """Their results leave in boxes of 32, 16 and 64 columns, with a scale for each row and column."""
+    force(block_n)
+    N = block_n + 72
+    a, b = integers(rng, (136, 300), E4M3), integers(rng, (300, N), E4M3)
+    scale_a, scale_b, bias = powers(rng, (136, 1)), powers(rng, (1, N)), integers(rng, N, BFLOAT16)
+    operands = laid_out(hopper, a, "row"), laid_out(hopper, b, "col")
+    scales = {"scale_a": hopper.put(scale_a), "scale_b": hopper.put(scale_b)}
+    want = exact(a * scale_a.astype(float), b * scale_b.astype(float))
+    out = hopper.guarded((136, N), BFLOAT16)
+    gemm(*operands, **scales, out=out)
+    same(hopper, out, want)
+    gemm(*operands, **scales, bias=hopper.put(bias), activation="relu", out=out)
+    same(hopper, out, np.maximum(want + bias.astype(float), 0))
+
+
 @pytest.mark.parametrize("block_m, block_n", [(128, 176), (64, 144), (128, 112)])
 def test_blocks_of_columns_begin_anywhere_in_a_tile(hopper, force, rng, block_m, block_n):
     """A tile has columns of up to three blocks of 128, from any multiple of 16 on."""
@@ -460,7 +477,7 @@ def test_blocks_of_columns_begin_anywhere_in_a_tile(hopper, force, rng, block_m,
 @pytest.mark.parametrize("forms", [WHOLE, BLOCKS, COLUMNS], ids=["whole", "blocks", "columns"])
 def test_any_order_of_completion(force, rng, forms, seed):
     """Copies and products that land late, early or with the warps in another order: the same bits."""
-    force(80, stages=2 + seed, blocks=1 + seed)
+    force(96, stages=2 + seed, blocks=1 + seed)
     a, b = (rng.standard_normal(shape).astype(E4M3) for shape in ((136, 400), (400, 280)))
     scales = {"scale_a": powers(rng, (136, 4)), "scale_b": powers(rng, (4, forms[1][1]))} if forms != WHOLE else {}
     results = []

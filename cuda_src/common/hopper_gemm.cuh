@@ -179,11 +179,11 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         };
         if (k_blocks == 0) {
 #pragma unroll
-            for (int i = 0; i < Tile::ATOMS_M * Tile::BLOCK_N / 2; ++i) acc[0][i] = 0;
+            for (int i = 0; i < Tile::ATOMS_M * Tile::WIDTH / 2; ++i) acc[0][i] = 0;
 #pragma unroll
             for (int i = 0; i < Tile::LowRank::RANK / 2; ++i) y[i] = 0;
         }
-        const int share_n = Tile::CLUSTER > 1 ? work.n + cluster_rank() * Tile::SHARE : work.n;
+        const int share_n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : self.col);
         const TileBias<Tile> bias(params, work, share_n, self);
         const typename Tile::Factors factors(params, work, share_n, self, alpha);
         using Epilogue = typename Tile::Epilogue;
@@ -193,8 +193,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         auto passes = Tile::LowRank::template begin<Tile>(*low_rank, params.shape, work, self);
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
         if constexpr (Tile::Scaling::kPromotes) {
-            Tile::Scaling::template multiply<Tile>(acc, params, work, schedule.first_block, slot, k_blocks, exchange,
-                                                   self);
+            Tile::Scaling::template multiply<Tile>(acc, params, work, slot, k_blocks, exchange, self);
         } else if constexpr (Tile::kTransposed) {
             multiply_transposed<Tile>(acc, slot, k_blocks, exchange, self);
         } else {
@@ -228,6 +227,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
             finish(sum);
             cluster_wait();
         } else {
+            work.n = share_n;
             finish(acc);
         }
         slot.skip((TURNS - 1) * k_blocks);
@@ -301,7 +301,8 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         const int number = group - 1, thread = threadIdx.x % kWarpGroupSize;
         char* staging = shared + Tile::STAGING_AT + number * Tile::STAGING_BYTES;
         char* slabs = shared + Tile::SLABS_AT + number * Tile::SLABS_BYTES;
-        const Consumer self{number, thread, Tile::kPingPong ? 0 : number * 64, staging, slabs, exchange.turns};
+        const int row = Tile::ATOMS_M > 1 ? 0 : number * 64, col = Tile::kByColumns ? number * Tile::WIDTH : 0;
+        const Consumer self{number, thread, row, col, staging, slabs, exchange.turns};
         const float factor = params.shape.partial_stride != 0 ? 1 : alpha;  // a partial sum gets it with the others
         multiply_tiles<Tile>(maps, params, low_rank, schedule, factor, exchange, self);
     }

@@ -8,7 +8,7 @@ namespace rawops {
 
 // sum = a @ b over the next k_blocks stages, each of which the tensor cores add up in their own 14 bits or so. `adder`
 // is told of each stage, adds what has been multiplied to the sums, and lets the stage go. The other consumer keeps the
-// tensor cores busy meanwhile.
+// tensor cores busy meanwhile, and where a consumer has two products, the second one does while the first is added.
 template <class Tile, class Adder>
 __device__ inline void multiply_promoted(typename Tile::Accumulators& sum, RingPosition<Tile::STAGES>& slot,
                                          int k_blocks, const Exchange<Tile>& exchange, const Consumer& self,
@@ -16,25 +16,36 @@ __device__ inline void multiply_promoted(typename Tile::Accumulators& sum, RingP
     using A = typename Tile::OperandA;
     using B = typename Tile::OperandB;
 #pragma unroll
-    for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[0][i] = 0;
+    for (int i = 0; i < Tile::ATOMS_M * Tile::WIDTH / 2; ++i) sum[0][i] = 0;
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {
-        typename Tile::Value part[Tile::BLOCK_N / 2];
+        typename Tile::Accumulators part;
         const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
-        const uint64_t a = A::descriptor(stage + self.row / 64 * A::ROWS_64), b = B::descriptor(stage + Tile::A_BYTES);
+        const uint64_t a = A::descriptor(stage + self.row / 64 * A::ROWS_64);
+        const uint64_t b = B::descriptor(stage + Tile::A_BYTES + self.col * Tile::SPAN);
         barrier_wait(exchange.barriers.full(slot.stage), slot.phase);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < Tile::K_STEPS; ++step) {
-            WgmmaAtom<typename Tile::T, Tile::BLOCK_N, true, true>::multiply(part, A::advance(a, 0, step),
-                                                                             B::advance(b, 0, step), step > 0);
+        for (int i = 0; i < Tile::ATOMS_M; ++i) {
+#pragma unroll
+            for (int step = 0; step < Tile::K_STEPS; ++step) {
+                WgmmaAtom<typename Tile::T, Tile::WIDTH, true, true>::multiply(part[i], A::advance(a, i, step),
+                                                                               B::advance(b, 0, step), step > 0);
+            }
+            wgmma_commit();
         }
-        wgmma_commit();
         adder.begin(slot.stage);
+        if constexpr (Tile::ATOMS_M == 2) {
+            wgmma_wait<1>();
+            hold(part[0]);
+            adder.add(sum[0], part[0]);
+            finish_before_waiting(exchange.ring);
+        }
+        constexpr int LAST = Tile::ATOMS_M - 1;
         wgmma_wait<0>();
-        hold(part);
+        hold(part[LAST]);
         if (!Adder::kReadsStage) adder.release(exchange.barriers.empty(slot.stage));
-        adder.add(sum[0], part);
+        adder.add(sum[LAST], part[LAST]);
         if (Adder::kReadsStage) adder.release(exchange.barriers.empty(slot.stage));
         slot.advance();
     }
@@ -46,9 +57,9 @@ template <class Tile> struct PlainAdder {
     const Consumer& self;
 
     __device__ void begin(int) {}
-    __device__ void add(float (&sum)[Tile::BLOCK_N / 2], const float (&part)[Tile::BLOCK_N / 2]) const {
+    __device__ void add(float (&sum)[Tile::WIDTH / 2], const float (&part)[Tile::WIDTH / 2]) const {
 #pragma unroll
-        for (int i = 0; i < Tile::BLOCK_N / 2; ++i) sum[i] += part[i];
+        for (int i = 0; i < Tile::WIDTH / 2; ++i) sum[i] += part[i];
     }
     __device__ void release(uint32_t empty) const {
         if (self.leads()) barrier_arrive(empty);
@@ -250,8 +261,8 @@ private:
 template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Scaling<Addend, kPromotion, false> {
     template <class Tile>
     static __device__ void multiply(typename Tile::Accumulators& sum, const ScaledParams& params, const Work& work,
-                                    int first_block, RingPosition<Tile::STAGES>& slot, int k_blocks,
-                                    const Exchange<Tile>& exchange, const Consumer& self) {
+                                    RingPosition<Tile::STAGES>& slot, int k_blocks, const Exchange<Tile>& exchange,
+                                    const Consumer& self) {
         static_assert(!Tile::kPingPong, "the consumers share a tile");
         if constexpr (kPromotion == kPromoted) {
             multiply_promoted<Tile>(sum, slot, k_blocks, exchange, self, PlainAdder<Tile>{self});
@@ -278,6 +289,10 @@ template <class Addend, int kPromotion, bool kVectors> struct HopperScaling : Sc
             multiply_from<Tile, MIDDLE, HIGH>(sum, scales, work, cols, slot, k_blocks, exchange, self);
         }
     }
+
+    // Whether consumers share out columns. With scales in each stage they would be slower by that: of a product's
+    // scales a lane would have more to load, and what it loads waits in line behind the products.
+    static constexpr bool kByColumns = kPromotion == kPromoted;
 
     // Arrivals of the warp that brings a stage's scales, and those of a consumer that let the stage go.
     static constexpr bool kStaged = kPromotion >= kBlockScaled, kLagging = kPromotion == kBlockScaled;

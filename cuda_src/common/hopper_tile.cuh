@@ -64,7 +64,7 @@ struct NoLowRank : NotSorted {
 
 // No scales but alpha, and one sum for all of K. scaling.cuh has others.
 struct NoScaling {
-    static constexpr bool kPromotes = false;
+    static constexpr bool kPromotes = false, kByColumns = false;
     static constexpr int LOADERS = 0, RELEASES = 1;  // lanes that load scales; arrivals that let a stage go
     static constexpr __device__ int stage_bytes(int, int) { return 0; }  // of scales
     template <class T, class Out, int kActivation> using Epilogue = rawops::Epilogue<T, Out, kActivation>;
@@ -88,8 +88,9 @@ struct NoScaling {
 
 // Consumers are warpgroups. Those of a 128-row tile take 64 rows each; with kPingPong they take turns instead, one
 // multiplies while the other finishes a tile of its own. The blocks of a cluster take a slice of K each, and then a
-// share of the columns of their sum. kGrouped: rows come in groups with a matrix b each. kPairs: two blocks take tiles
-// below each other, and each loads half of their columns of b for both.
+// share of the columns of their sum. kByColumns: consumers have half of the columns each, not of the rows. kGrouped:
+// rows come in groups with a matrix b each. kPairs: two blocks take tiles below each other, and each loads half of
+// their columns of b for both.
 template <class T_, class Out_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int CLUSTER_, bool kAKMajor_, bool kBKMajor_,
           int kActivation, int kFinish_, bool kPingPong_ = false, class LowRank_ = NoLowRank, bool kGrouped_ = false,
           class Scaling_ = NoScaling, bool kPairs_ = false>
@@ -115,12 +116,13 @@ struct HopperTile {
     using OperandA = WgmmaOperand<kAKMajor, BLOCK_K, 128, ITEM_BYTES>;
     using OperandB = WgmmaOperand<kBKMajor, BLOCK_K, 128, ITEM_BYTES>;
     static constexpr bool kTransposed = is_same<T, float> && !kAKMajor;  // of D, see hopper_tf32.cuh
-    static constexpr int K_STEPS = 4, ATOMS_M = kPingPong ? BLOCK_M / 64 : 1;  // 64 rows each
-    static constexpr int ROWS = ATOMS_M * 64;                                             // of a consumer
+    static constexpr bool kByColumns = Scaling::kByColumns && BLOCK_M == 128 && CLUSTER == 1 && !Epilogue::kGated;
+    static constexpr int K_STEPS = 4, ATOMS_M = kPingPong || kByColumns ? BLOCK_M / 64 : 1;  // 64 rows each
+    static constexpr int ROWS = ATOMS_M * 64, WIDTH = BLOCK_N / (kByColumns ? 2 : 1);        // of a consumer
     // A gated tile holds BLOCK_N / 2 columns of the gate, then the same columns of up: one thread has both.
     static constexpr int PARTS = Epilogue::kGated ? 2 : 1, COLS = BLOCK_N / PARTS;
-    static constexpr int SHARE = COLS / CLUSTER;  // columns of D that a block finishes
-    using Accumulators = Value[ATOMS_M][BLOCK_N / 2];
+    static constexpr int SHARE = WIDTH / PARTS / CLUSTER;  // columns of D that a consumer finishes
+    using Accumulators = Value[ATOMS_M][WIDTH / 2];
     using Finished = Value[ATOMS_M][SHARE * PARTS / 2];
     using Factors = typename Scaling::template Factors<HopperTile>;
 
@@ -152,9 +154,9 @@ struct HopperTile {
     static constexpr int SCALE_BYTES = Scaling::stage_bytes(BLOCK_M, BLOCK_N);
 
     static_assert(BLOCK_M == 64 || BLOCK_M == 128, "one or two atoms");
-    static_assert(COLS % (16 * CLUSTER) == 0, "stmatrix stores 16 columns");
+    static_assert(WIDTH / PARTS % (16 * CLUSTER) == 0, "stmatrix stores 16 columns");
     static_assert(kBKMajor || COLS % 64 == 0, "boxes of an MN-major operand are 64 wide");
-    static_assert(ATOMS_M * BLOCK_N <= (Scaling::kPromotes ? 192 : 384),
+    static_assert(ATOMS_M * WIDTH <= (Scaling::kPromotes ? 192 : 384),
                   "accumulators fit in the registers of a consumer, and a sum beside them if there is one");
     static_assert(kFinish == kDirect || sizeof(Out) == 2, "staged elements have 16 bits");
     static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
@@ -247,9 +249,9 @@ private:
     int tiles_n, raster_rows;
 };
 
-// A thread of a consumer warpgroup. The consumer's rows begin at `row` of the tile.
+// A thread of a consumer warpgroup. What the consumer has of the tile begins at row, col.
 struct Consumer {
-    int number, thread, row;
+    int number, thread, row, col;
     char *staging, *slabs;  // the consumer's tile of D, its slabs
     uint32_t turns;        // two barriers: the turn of consumer 0, that of consumer 1
 

@@ -41,6 +41,13 @@ template <int PENDING> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Has arithmetic that stands before it done before a wait that follows. The compiler would have a warp wait for its
+// products first, and then do what was to go on beside them; it moves nothing down across this sleep, which never
+// happens: no shared address is negative.
+__device__ inline void finish_before_waiting(uint32_t shared) {
+    if (int(shared) < 0) asm volatile("nanosleep.u32 1;" ::: "memory");
+}
+
 // Keeps the compiler from moving reads of these registers to before this place.
 template <int COUNT> __device__ inline void hold(float (&d)[COUNT]) {
 #pragma unroll
