@@ -8,7 +8,7 @@ import pytest
 from emulation import SAXPY, compile_ptx, launch
 
 from rawops._emulator import GlobalMemory, parse
-from rawops.errors import EmulatorError, UnsupportedPTX
+from rawops.errors import EmulatorError, MemoryFault, UnsupportedPTX
 
 ARCHS = ("sm_80", "sm_90a")
 
@@ -269,6 +269,19 @@ def test_views_alias_and_negative_strides_map():
     assert memory.map(np.lib.stride_tricks.as_strided(base[4:], (3, 2), (8, 4))) == memory.map(base) + 16
     empty, scalar = np.zeros(0, np.float32), np.array(3.0)
     assert memory.map(empty) > 0 and memory.map(scalar) > 0 and memory.map(base[:0]) == memory.map(base)
+
+
+def test_what_is_discarded_is_no_number():
+    source = """extern "C" __global__ void k(float* x, int offset) {
+        asm volatile("discard.global.L2 [%0], 128;" ::"l"(x + offset) : "memory");
+    }"""
+    x = np.arange(96, dtype=np.float32)
+    launch(source, 1, 1, x, np.int32(32))
+    assert np.isnan(x[32:64]).all()
+    np.testing.assert_array_equal(x[:32], np.arange(32))
+    np.testing.assert_array_equal(x[64:], np.arange(64, 96))
+    with pytest.raises(MemoryFault, match="misaligned"):
+        launch(source, 1, 1, x, np.int32(4))
 
 
 def test_memory_forgets_arrays_that_are_gone():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..operands import Imm, Mem, Reg, Sink, Sym, Vec
-from ..spaces import WINDOWS
+from ..spaces import WINDOWS, refuse_misaligned
 from ..types import DTYPE, SIZE, UINT
 from . import Run, instruction, unsupported
 
@@ -134,10 +134,29 @@ def st(ins: Instruction, ctx: Context) -> Run:
     return run
 
 
-@instruction("prefetch", "prefetchu", "discard", "applypriority", kind="memory")
+@instruction("prefetch", "prefetchu", "applypriority", kind="memory")
 def hint(ins: Instruction, ctx: Context) -> Run:
     """Hints have no effect."""
     return lambda lanes: None
+
+
+@instruction("discard", kind="memory")
+def discard(ins: Instruction, ctx: Context) -> Run:
+    """Forgets a line of 128 bytes: what is read there before the next write is no number."""
+    mem = ins.operands[0]
+    assert isinstance(mem, Mem)
+    space, address = space_of(ins, ctx), ctx.address(mem)
+    line, step = 128, 8
+
+    def run(lanes: Lanes) -> None:
+        where = address(lanes)
+        refuse_misaligned(ctx, where, line, lanes.ids)
+        ctx.launch.progress += 1
+        ones = np.full(lanes.n, 2**64 - 1, UINT[step])
+        for at in range(0, line, step):
+            space.store(where + np.uint64(at), ones, lanes.ids, "discard")
+
+    return run
 
 
 @instruction("createpolicy", kind="memory")
