@@ -49,6 +49,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 1) __cluster_dims__(CLUSTER, 1,
                        const __grid_constant__ CascadeParams own, int section, int* taken) {
     extern __shared__ __align__(1024) char shared[];
     start_next_launch();
+    if (threadIdx.x < kWarpGroupSize) fetch_parameters(common);
+    else fetch_parameters(own);
     prefetch_table(common);
     const AttentionExchange<Tile> exchange(shared);
     const OwnExchange<typename Tile::Own> own_exchange(shared + Tile::OWN_AT);
@@ -65,8 +67,11 @@ __global__ void __launch_bounds__(Tile::THREADS, 1) __cluster_dims__(CLUSTER, 1,
         prefetch_tensor_map(maps.own.v);
     }
     own_exchange.clear_queries();
-    if constexpr (CLUSTER == 1) __syncthreads();
-    else cluster_sync();
+    __syncthreads();
+    if constexpr (CLUSTER > 1) {  // the fence of the barriers has published them
+        cluster_arrive_relaxed();
+        cluster_wait();
+    }
 
     const int group = uniform(threadIdx.x / kWarpGroupSize);
     if (group == 0) {
@@ -86,29 +91,33 @@ __global__ void __launch_bounds__(Tile::THREADS, 1) __cluster_dims__(CLUSTER, 1,
     }
     if constexpr (CLUSTER > 1) {  // a block stays as long as the other one may write to it
         __syncwarp();
-        cluster_sync();
+        cluster_arrive_relaxed();
+        cluster_wait();
     }
 }
 
-// Joins all parts in their order; a thread has four columns of a row.
+// Joins all parts in their order; a thread has four columns of a row. Parts that have been read are discarded: else
+// they would be written to memory when other lines want their place in the L2.
 template <class T, int D>
 __global__ void __launch_bounds__(256) paged_cascade_join(const __grid_constant__ CascadeParams params) {
-    constexpr int GROUPS = D / 4, AT_ONCE = 17;
+    constexpr int GROUPS = D / 4, AT_ONCE = 17, LINES = D * 4 / 128;
     start_next_launch();
     const int index = blockIdx.x * blockDim.x + threadIdx.x, heads = params.kv_heads * params.group;
     const int query = index / GROUPS / heads, head = index / GROUPS % heads, columns = index % GROUPS;
+    fetch_parameters(params);
     await_launch_before();
     if (index == 0) *params.taken = 0;
-    if (query >= params.batch) return;
+    const bool exists = query < params.batch;
+    const int parts = exists ? params.parts + 1 : 0;
     float high = -infinity(), total = 0, value[4] = {};
 #pragma unroll 1
-    for (int first = 0; first <= params.parts; first += AT_ONCE) {
+    for (int first = 0; first < parts; first += AT_ONCE) {
         float lse[AT_ONCE], next = high;
         float4 x[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             lse[i] = -infinity();
-            if (first + i > params.parts) continue;
+            if (first + i >= parts) continue;
             lse[i] = __ldcg(params.lse_at(first + i, query, head));
             x[i] = __ldcg(reinterpret_cast<const float4*>(params.row_at<D>(first + i, query, head)) + columns);
         }
@@ -129,12 +138,19 @@ __global__ void __launch_bounds__(256) paged_cascade_join(const __grid_constant_
             value[2] = fmaf(x[i].z, factor, value[2]), value[3] = fmaf(x[i].w, factor, value[3]);
         }
     }
-    T* to = static_cast<T*>(params.out) + query * params.out_row + head * params.out_head;
-    const float factor = total == 0 ? 0 : 1 / total;
+    if (exists) {
+        T* to = static_cast<T*>(params.out) + query * params.out_row + head * params.out_head;
+        const float factor = total == 0 ? 0 : 1 / total;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[(columns * 4 + i) * params.out_dim] = narrow<T>(value[i] * factor);
-    if (params.lse && columns == 0) {
-        params.lse[int64_t(head) * params.batch + query] = total == 0 ? -infinity() : high + log2f(total) * kLn2;
+        for (int i = 0; i < 4; ++i) to[(columns * 4 + i) * params.out_dim] = narrow<T>(value[i] * factor);
+        if (params.lse && columns == 0) {
+            params.lse[int64_t(head) * params.batch + query] = total == 0 ? -infinity() : high + log2f(total) * kLn2;
+        }
+    }
+    __syncwarp();  // all lanes of a row have read it
+#pragma unroll 1
+    for (int i = columns; i < parts * LINES; i += GROUPS) {
+        discard_line(params.row_at<D>(i / LINES, query, head) + i % LINES * (D / LINES));
     }
 }
 

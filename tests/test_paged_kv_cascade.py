@@ -76,6 +76,11 @@ def test_many_parts(cascade):
     cascade(640, (3, 9), splits=18, scale=0.3)
 
 
+def test_what_comes_later_gives_way(cascade):
+    """Many common keys: the last stage of a ring's first round waits for the first one."""
+    cascade(512, (400, 9), splits=1)
+
+
 @pytest.mark.parametrize("groups", [4, 8])
 def test_pairs_of_blocks(cascade, groups):
     """Blocks with two tiles of the same keys each fetch half of them; some have more than one such pair."""

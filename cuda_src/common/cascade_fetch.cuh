@@ -112,6 +112,7 @@ private:
     const OwnExchange<Tile>& exchange;
     const int lane;
     RingPosition<Tile::STAGES> slot;
+    bool is_first_round = true;
     int item = 0, length = 0, page = -1;  // page: of the lane's box of the next stage
 
     __device__ void put(RingPosition<Tile::PLACES>& place) const {
@@ -139,6 +140,14 @@ private:
         return gridDim.x + __shfl_sync(~0u, taken, 0);
     }
 
+    // Where the block has many common keys, which are through later, they get more of the memory at first: the last
+    // stage of the first round is asked for when the first one has been used.
+    __device__ void give_way() {
+        constexpr int MANY = 512;
+        is_first_round = false;
+        if (params.skipped >= MANY * params.parts) barrier_wait(exchange.barriers.empty(0), 0);
+    }
+
     // A stage of an item; with its first one, its queries to `q`.
     __device__ void load(int token, int length, int page, int head, uint32_t q = 0) {
         const int row = lane % 8 * box_rows(), in_page = (1 << params.page_shift) - 1;
@@ -146,6 +155,7 @@ private:
             token + row < length && static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
         // or one far before the first, which TMA reads as zeros
         const int group = exists ? page * params.page_groups + ((token + row & in_page) >> 3) : -256;
+        if (is_first_round && slot.stage == Tile::STAGES - 1) give_way();
         barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
         const uint32_t full = exchange.barriers.full(slot.stage);
         if (lane == 0) barrier_arrive_expect(full, Tile::STAGE_BYTES + (q ? params.group * Tile::D * 2 : 0));

@@ -54,6 +54,9 @@ __device__ inline float4 load_past_l1(const float4* from) {
     return x;
 }
 
+// Has the L2 forget a line of 128 bytes that nobody reads again, in place of writing it to memory later.
+__device__ inline void discard_line(void* at) { asm volatile("discard.global.L2 [%0], 128;" ::"l"(at) : "memory"); }
+
 // Has the L2 get a line, from Hopper on.
 __device__ inline void prefetch_line(const void* at) {
 #if __CUDA_ARCH__ >= 900
