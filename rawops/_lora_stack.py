@@ -75,7 +75,7 @@ class Stack:
         """Copy b (rank, stop - start) to the columns start .. stop - 1 of a slot."""
         rank, columns = b.shape[0], device.empty((stop - start, self.columns.shape[-1]), b.dtype)
         columns[:, :rank], columns[:, rank:] = b.T, 0
-        halves = columns.view("uint16").reshape(stop - start, -1, 2, 8)
+        halves = columns.view("uint16").reshape(stop - start, columns.shape[-1] // 16, 2, 8)
         halves = halves ^ ((halves ^ halves[:, :, ::-1]) & self.swapped[start:stop])
         self.b[slot, start:stop] = halves.reshape(columns.shape).view(b.dtype)
 

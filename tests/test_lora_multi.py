@@ -281,6 +281,11 @@ def test_nothing(device, rng):
     same(device, empty(x[:, :0], indices), np.tile(np.arange(16.0), (3, 1)))
     same(device, empty(x[:, None, :0], indices[:, None]), np.tile(np.arange(16.0), (3, 1, 1)))
     assert op(x[:0, None], indices[:0, None], residual=x[:0, None, :1]).shape == (0, 1, 16)
+    narrow = MultiLoRA(c, 1, 4, slices=[(3, 3), (0, 3)])  # one of no columns
+    narrow.load(0, [x[:1].T, x[:1].T], [x[:1, :0], x[:1, :3]])
+    want = references.gemm(device.get(x), device.get(c))
+    want[:, :3] += device.get(x).astype(float) @ device.get(x[:1].T) @ device.get(x[:1, :3])
+    same(device, narrow(x, indices), want)
 
 
 def test_single_row(device, rng):
