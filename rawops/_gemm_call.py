@@ -40,7 +40,7 @@ from rawops._gemm_operands import (
     layout_of,
     pack_shape,
 )
-from rawops._gemm_steps import ONE, ZERO, Launch, OneKernel, OnHopper, Repeat, SplitK, overlaps
+from rawops._gemm_steps import ONE, ZERO, Launch, OneKernel, OnHopper, OwnSteps, Repeat, SplitK, overlaps
 from rawops._runtime import arrays, checks, dtypes
 
 _OUT = ROLES.index("out")
@@ -246,6 +246,8 @@ class Product:
         dtype, out_dtype, sizes = self.check(request)
         empty = 0 in (*sizes.result, *named["b"].shape[:-2])
         steps = None if empty else self._steps(device, request, dtype, out_dtype, sizes)
+        if steps is not None and sizes.K == 0:
+            steps = OwnSteps(functools.partial(_run_without_product, steps))
         span = arrays.span(named["out"]) if named["out"] is not None else (0, 0)
         return Launch(device, sizes.result, dtypes.numpy(out_dtype), overlaps(request), steps, span)
 
@@ -401,3 +403,8 @@ def slices_of(problem: Problem, config: Config, described: dict, extents: tuple)
     plain["out"] = Operand(problem.accumulator, itemsize, 0, row_stride, 1, strides)
     shape = pack_shape(plain, (M, N, K, N), extents, config.k_per_split, 0, partial_stride=step)
     return (config.split_k, problem.batches * M, row_stride), shape
+
+
+def _run_without_product(steps, operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
+    """A sum of no products is 0, whatever alpha is: NaN times 0 would not be."""
+    steps.run(operands, addresses, ZERO, beta)

@@ -232,6 +232,8 @@ def test_empty_sizes(device):
     same(device, gemm(zeros(3, 0), zeros(0, 3), c, beta=1.0), device.get(c))
     same(device, gemm(zeros(3, 0), zeros(0, 3), c, beta=0.5), device.get(c) / 2)
     same(device, gemm(zeros(3, 2, 0), zeros(3, 0, 3)), np.zeros((3, 2, 3)))
+    for alpha in (np.nan, np.inf, device.put(np.array(np.nan, np.float32))):
+        same(device, gemm(zeros(3, 0), zeros(0, 3), c, alpha=alpha, beta=1.0), device.get(c))
     assert gemm(zeros(0, 4), zeros(4, 3)).shape == (0, 3)
     assert gemm(zeros(3, 4), zeros(4, 0), bias=zeros(0)).shape == (3, 0)
     assert gemm(zeros(0, 3, 4), zeros(4, 8), activation="swiglu").shape == (0, 3, 4)
