@@ -301,7 +301,8 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         const int number = group - 1, thread = threadIdx.x % kWarpGroupSize;
         char* staging = shared + Tile::STAGING_AT + number * Tile::STAGING_BYTES;
         char* slabs = shared + Tile::SLABS_AT + number * Tile::SLABS_BYTES;
-        const int row = Tile::ATOMS_M > 1 ? 0 : number * 64, col = Tile::kByColumns ? number * Tile::WIDTH : 0;
+        const int row = Tile::ROWS == Tile::BLOCK_M ? 0 : number * Tile::ROWS;
+        const int col = Tile::kByColumns ? number * Tile::WIDTH : 0;
         const Consumer self{number, thread, row, col, staging, slabs, exchange.turns};
         const float factor = params.shape.partial_stride != 0 ? 1 : alpha;  // a partial sum gets it with the others
         multiply_tiles<Tile>(maps, params, low_rank, schedule, factor, exchange, self);
