@@ -79,9 +79,10 @@ struct Scalar {
 
     __device__ double read() const {
         if (pointer == nullptr) return value;
-        const double read = entry();
-        return read == 0 ? 0 : value * read;  // 0 whatever the number is: scales may be part of it
+        return value * entry();
     }
+    // Whatever the number is where there is an array: scales may be part of it.
+    __device__ bool is_zero() const { return (pointer == nullptr ? value : entry()) == 0; }
 
 private:
     __device__ double entry() const {

@@ -33,11 +33,10 @@ struct ScaledParams {
 
     // What all of a @ b is multiplied with. Where alpha or K is 0, the scales take no part either, NaN or not.
     __device__ float factor() const {
-        const double alpha = call.alpha.read();
-        double factor = alpha;
+        double factor = call.alpha.read();
         if (scales.whole_a != nullptr) factor *= *scales.whole_a;
         if (scales.whole_b != nullptr) factor *= *scales.whole_b;
-        return alpha == 0 || shape.K == 0 ? 0 : float(factor);
+        return call.alpha.is_zero() || shape.K == 0 ? 0 : float(factor);
     }
 };
 
