@@ -88,28 +88,29 @@ def keep_apart(operands: tuple, written: int, others: tuple[int, ...], same: int
     for index in others:
         x = operands[index]
         if x is not None and x.size:
-            found.append((written, index, _windows(target, x), index == same and x.strides == target.strides))
+            bounds = _between(arrays.span(target), arrays.span(x))
+            found.append((written, index, *bounds, _windows(target, x), index == same and x.strides == target.strides))
     return tuple(found)
 
 
 def check_apart(function: str, names: tuple[str, ...], apart: tuple, addresses: list) -> None:
     """Raise where operands of these names and addresses share memory that `keep_apart` has listed."""
-    for written, other, windows, allowed in apart:
+    for written, other, low, high, windows, allowed in apart:
         distance = addresses[other] - addresses[written]
-        if distance == 0 and allowed:
+        if not low < distance < high or (distance == 0 and allowed):  # nearly always, and each call asks for each pair
             continue
-        if all(_meet(distance, *window) for window in windows):
+        if all(_meet(distance % period, period, *bounds) for period, *bounds in windows):
             rule, hint = f"not overlap {names[other]}", "Pass a copy of one of them."
             checks.fail(ValueError, function, names[written], rule, f"{distance} bytes apart", hint)
 
 
 def _windows(target, x) -> tuple[tuple[int, int, int], ...]:
-    """Return distances between two arrays that all hold if they share memory: a period, or 0, and bounds of the rest.
+    """Return periods, and between which distances within each two arrays meet, if they share memory.
 
     Slices of one array lie within each other's span and are apart all the same, which shows within a period: a stride
     of both that their larger ones are multiples of.
     """
-    found = [(0, *_between(arrays.span(target), arrays.span(x)))]
+    found = []
     for period in {abs(s) for s in target.strides} & {abs(s) for s in x.strides} - {0}:
         inner = [_span_within(own, period) for own in (target, x)]
         if None not in inner:
@@ -131,9 +132,6 @@ def _span_within(x, period: int) -> tuple[int, int] | None:
     return (low, high) if high - low <= period else None
 
 
-def _meet(distance: int, period: int, low: int, high: int) -> bool:
-    """Tell whether a distance, less whole periods, lies between bounds."""
-    if period == 0:
-        return low < distance < high
-    rest = distance % period
+def _meet(rest: int, period: int, low: int, high: int) -> bool:
+    """Tell whether a distance less whole periods, or one period less still, lies between bounds."""
     return low < rest < high or low < rest - period < high
