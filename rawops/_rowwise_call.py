@@ -146,7 +146,8 @@ def launch_of(
 def team_launch(device, spec: KernelSpec, rows: Rows, cols: int, access: int, places: dict, choices: dict, **numbers):
     """Return what launches a kernel that has a team for each row."""
     itemsize = rows.views[0].itemsize
-    team = team_of(-(-cols * itemsize // 16), rows.count, access * itemsize == 16, device)
+    count = rows.count * len(rows.outer)  # of all launches: strides must not change the order of sums
+    team = team_of(-(-cols * itemsize // 16), count, access * itemsize == 16, device)
     choices |= {name: value for name, value in team.items() if name in spec.choices}
     kernel = spec.kernel(device, **choices, access=access)
     threads = max(team["team"], _LEAST_THREADS)

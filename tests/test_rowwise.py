@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import rawops
+from rawops import _rowwise_call
 from rawops.testing import references
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -91,6 +92,14 @@ def test_any_strides_and_alignment(device, rng, op):
         assert run(x, out=out) is out
         np.testing.assert_array_equal(device.get(out), want, name)
         assert np.isnan(device.get(apart)[..., 1]).all()
+
+
+def test_teams_are_those_of_all_rows(device, monkeypatch):
+    """Axes that take several launches: the order of sums is that of a contiguous copy."""
+    seen, choose = [], _rowwise_call.team_of
+    monkeypatch.setattr(_rowwise_call, "team_of", lambda *sizes: seen.append(sizes[1]) or choose(*sizes))
+    x = device.put(np.ones((3,) * 6 + (5,), np.float32))[::2, ::2, ::2, ::2, ::2, ::2]
+    assert (device.get(rawops.row_sum(x)) == 5).all() and seen == [64]
 
 
 @pytest.mark.parametrize("op", ROWWISE)
