@@ -104,7 +104,7 @@ def _check_pairs(function: str, rotary_dim: int | None, head_dim: int, cos, sin)
     if (cos is None) != (sin is None):
         checks.fail(TypeError, function, "sin" if sin is None else "cos", "be an array", "None", "Give both or none.")
     if rotary_dim is None:
-        rotary_dim = head_dim - head_dim % 2 if cos is None else 2 * cos.shape[-1]
+        rotary_dim = head_dim if cos is None else 2 * (cos.shape[-1] if cos.ndim else 0)
         if cos is None and head_dim % 2:
             checks.fail(ValueError, function, "q", "have an even head_dim without rotary_dim", head_dim)
     most = min(head_dim, 2 * MAX_PAIRS)

@@ -115,6 +115,7 @@ def test_wrong_and_empty(device):
         ({"rotary_dim": 10}, ValueError, "rotary_dim must be between"),
         ({"theta": 0}, ValueError, "theta must be positive"),
         ({"cos": q[:, 0, :4]}, TypeError, "sin must be an array"),
+        ({name: q[0, 0, :1].reshape(()) for name in ("cos", "sin")}, ValueError, "cos must have shape"),
         ({"k_out": q}, ValueError, "k_out must be None"),
     ):
         with pytest.raises(kind, match=message):
