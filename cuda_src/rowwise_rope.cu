@@ -15,7 +15,7 @@ struct RopeParams {
     int64_t cos_step, cos_col, sin_step, sin_col, table_rows;
     int wide_positions;  // int64 instead of int32
     int q_heads, k_heads, half;
-    int copied;  // columns past the pairs that out does not have yet
+    int copied;  // columns past the pairs, which are taken as they are
     double turns[kMostPairs];  // of each pair from one position to the next, in whole turns
 };
 

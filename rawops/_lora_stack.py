@@ -31,6 +31,8 @@ class Stack:
     slices : array (slices, 2) int32
     counters : array (2,) int32
         Zero between calls, see _lora_beside.py.
+    first_slice : tuple of 2 int
+        The columns of the first slice, for the host.
     """
 
     a: object

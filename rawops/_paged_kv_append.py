@@ -132,7 +132,7 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
     scales = scale_strides(function, pool, pages.shape[0], k_scale, v_scale)
     rotation = _check_rotation(function, operands, pool, interleaved)
     apart = keep_apart(operands, 2, (0, 1, *range(3, 12)))
-    apart += keep_apart(operands, 11, (0, 1, *range(3, 11)), same=None)
+    apart += keep_apart(operands, 11, (0, 1, *range(3, 11)))
     if 0 in k.shape:
         return Plan(device, None, pool.page_size, apart)
     itemsize, half = k.dtype.itemsize, rotation[1]

@@ -117,8 +117,8 @@ def softmax(x, *, out=None):
     -----
     Sums are float32 (float64 of float64), found in one pass with the maximum (Milakov and Gimelshein, 2018,
     arXiv:1805.02867): the same bits each time. -inf gives 0; a row of nothing else, a row with +inf and one with NaN
-    are NaN throughout, as in NumPy, and leave other rows alone. Rows of up to 64 KB (of 512 KB
-    from Hopper on) are read once, half as long ones where they are not aligned.
+    are NaN throughout, as in NumPy, and leave other rows alone. Rows of up to 64 KB (of 512 KB from Hopper on) are read
+    once, of 16 KB where they are not aligned.
 
     One launch, which nothing waits for; with out it can be captured in a CUDA graph after one call.
     """
