@@ -178,6 +178,14 @@ def result_of(function: str, name: str, x, shape: tuple, *allowed: str) -> Dense
     return None
 
 
+def name_of(dtype) -> str:
+    """Return the name of a dtype, or what else was given in words."""
+    try:
+        return dtypes.name(dtype)
+    except (TypeError, ValueError, AttributeError):
+        return repr(dtype)
+
+
 # --- plans ----------------------------------------------------------------------------------------------------------
 
 _X, _WEIGHT, _BIAS, _RESIDUAL, _OUT, _RESIDUAL_OUT = range(6)
@@ -240,13 +248,13 @@ def _prepare_softmax(function: str, operands: tuple, addresses: list, options: t
 
 
 def _prepare_sum(function: str, operands: tuple, addresses: list, options: tuple) -> Plan:
-    """Check and plan row_sum; the option is the dtype of the result, or None."""
+    """Check and plan row_sum; the option is the name of the result's dtype, or None."""
     x, out = operands
     device = arrays.device_of(function, x=x)
     dtype = check_input(function, "x", x)
     allowed = (dtype,) if dtype == "float64" else (dtype, "float32")
     if options[0] is not None:
-        allowed = (checks.choice(function, "out_dtype", _name_of(options[0]), allowed),)
+        allowed = (checks.choice(function, "out_dtype", options[0], allowed),)
     result = result_of(function, "out", out, x.shape[:-1], *allowed)
     target = result or out
     apart = keep_apart(operands, 1, (0,))
@@ -257,13 +265,6 @@ def _prepare_sum(function: str, operands: tuple, addresses: list, options: tuple
     choices = {"dtype": dtype, "out_dtype": dtypes.name(target.dtype)}
     launch = team_launch(device, SUM, rows, x.shape[-1], access, {"x": 0, "out": 1}, choices)
     return Plan(device, apart, (None, result), launch)
-
-
-def _name_of(dtype) -> str:
-    try:
-        return dtypes.name(dtype)
-    except (TypeError, ValueError, AttributeError):
-        return repr(dtype)
 
 
 def _prepare_activation(function: str, operands: tuple, addresses: list, options: tuple) -> Plan:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from rawops import config
-from rawops._rowwise_call import OPS, run
+from rawops._rowwise_call import OPS, name_of, run
+from rawops._rowwise_rope import MAX_PAIRS
 from rawops._rowwise_rope import OP as ROPE
 from rawops._runtime import checks
 
@@ -155,7 +156,7 @@ def row_sum(x, *, out_dtype=None, out=None):
 
     One launch, which nothing waits for; with out it can be captured in a CUDA graph after one call.
     """
-    return run(OPS["row_sum"], "row_sum", (x, out), (out_dtype,))[1]
+    return run(OPS["row_sum"], "row_sum", (x, out), (None if out_dtype is None else name_of(out_dtype),))[1]
 
 
 def gelu(x, approximate: str | None = None, *, out=None):
@@ -308,6 +309,8 @@ def rope(
     theta = checks.number("rope", "theta", theta)
     if not 0 < theta < math.inf:
         checks.fail(ValueError, "rope", "theta", "be positive and finite", theta)
+    if rotary_dim is not None:  # here: 64.0 would find the plan of 64
+        rotary_dim = checks.int_range("rope", "rotary_dim", rotary_dim, 0, 2 * MAX_PAIRS)
     options = (theta, checks.flag("rope", "interleaved", interleaved), rotary_dim)
     if config.current().check and cos is not None and positions is not None:
         _check_positions(positions, cos)

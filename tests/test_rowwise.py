@@ -286,8 +286,9 @@ def test_sums(device, rng):
     got = rawops.row_sum(device.put(np.full((2, 4096), 60000, np.float16)), out_dtype="float32")
     assert got.dtype == np.float32 and (device.get(got) == 4096 * 60000.0).all()
     assert np.isposinf(device.get(rawops.row_sum(device.put(np.full((2, 2), 60000, np.float16))))).all()
-    with pytest.raises(ValueError, match="out_dtype must be"):
-        rawops.row_sum(device.put(x), out_dtype="float64")
+    for wrong in ("float64", ["float32"], "no dtype"):
+        with pytest.raises(ValueError, match="out_dtype must be"):
+            rawops.row_sum(device.put(x), out_dtype=wrong)
 
 
 @pytest.mark.gpu

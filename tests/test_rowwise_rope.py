@@ -112,6 +112,7 @@ def test_wrong_and_empty(device):
         ({"positions": positions.astype(np.float32)}, TypeError, "positions must have dtype"),
         ({"positions": None}, TypeError, "positions must be an array"),
         ({"rotary_dim": 7}, ValueError, "rotary_dim must be even"),
+        ({"rotary_dim": 8.0}, TypeError, "rotary_dim must be an int"),
         ({"rotary_dim": 10}, ValueError, "rotary_dim must be between"),
         ({"theta": 0}, ValueError, "theta must be positive"),
         ({"cos": q[:, 0, :4]}, TypeError, "sin must be an array"),
