@@ -147,8 +147,7 @@ def _explain_tile(found: Explanation, options: argparse.Namespace, device: Paper
 def _explain_slices(found: Explanation, problem: _gemm_sm90_config.Problem, device: PaperDevice, room: int) -> None:
     """Add what the slices of K are, and the other tiles and slices that there were to choose from."""
     slices = _gemm_sm90_split.candidates(problem, device.sm_count, room)
-    chosen, whole = slices[0], _gemm_sm90_config.select_config(problem, device.sm_count, room)
-    without = _gemm_sm90_split.predict(problem, whole, 1, device.sm_count)
+    chosen, without = slices[0], _gemm_sm90_split.cost_without(problem, device.sm_count, room)
     found.why.append(f"{chosen.count} slices of K and a launch that adds them up: {without} would be the cost without.")
     partial = _gemm_sm90_split.partial(problem, chosen.count)
     explain_hopper(found, partial, [s.config for s in slices], device, "predict in _gemm_sm90_split.py")

@@ -48,11 +48,16 @@ def select_slices(problem: Problem, sm_count: int, max_shared_bytes: int) -> Sli
     found = candidates(problem, sm_count, max_shared_bytes)
     if not found:
         return None
+    return found[0] if found[0].config.cost < cost_without(problem, sm_count, max_shared_bytes) else None
+
+
+def cost_without(problem: Problem, sm_count: int, max_shared_bytes: int) -> int:
+    """Return what slices have to cost less than: the product as it is, without an epilogue."""
     whole = select_config(replace(problem, finish=DIRECT), sm_count, max_shared_bytes)
     cost = predict(problem, whole, 1, sm_count)
     if 16 * whole.blocks >= 15 * sm_count and min(problem.M, problem.N * problem.parts) <= 128:
         cost -= cost // 16  # all SMs wait for the memory as it is: partial sums are more to wait for than it seems
-    return found[0] if found[0].config.cost < cost else None
+    return cost
 
 
 def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[Slices]:
