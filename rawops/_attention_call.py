@@ -198,20 +198,20 @@ class Attention:
         out, lse = operands[_OUT], operands[_LSE]
         if launch.apart:
             check_apart(self.function, ROLES, launch.apart, addresses)
-        aside = out is not None and launch.collides(addresses)
-        target = out
-        if out is None or aside:
-            target = launch.device.empty(launch.out_shape, launch.out_dtype)
-            addresses[_OUT] = launch.device.pointer(target)
+        if out is None:
+            out = launch.device.empty(launch.out_shape, launch.out_dtype)
+            addresses[_OUT] = launch.device.pointer(out)
+        elif launch.collides(addresses):  # a dense result aside has strides of its own, so a launch of its own
+            aside = launch.device.empty(launch.out_shape, launch.out_dtype)
+            made = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), dropout)
+            out[...] = aside
+            return (out, made[1]) if self.options.return_lse else out
         if lse is None and self.options.return_lse:
             lse = launch.device.empty(launch.lse_shape, np.dtype(np.float32))
             addresses[_LSE] = launch.device.pointer(lse)
         if launch.run is not None:
             launch.run(addresses, packed(self.function, dropout, launch.device))
-        if aside:
-            out[...] = target
-            target = out
-        return (target, lse) if self.options.return_lse else target
+        return (out, lse) if self.options.return_lse else out
 
     def workspace(self, device, shapes: tuple) -> tuple:
         """Return float32 arrays of these shapes and their addresses; kept ones, if workspaces are kept."""

@@ -309,6 +309,21 @@ def test_out_over_an_input(device, rng):
         np.testing.assert_array_equal(device.get(got), want)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("shared", ["q", "v"])
+def test_out_in_strides_over_an_input(device, rng, shared, splits):
+    """The result that is made aside has strides of its own."""
+    q, k, v = operands(rng, B=2, Sq=6, Sk=6, Hq=2, Hkv=2)
+    named = {name: device.put(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+    whole = device.put(np.concatenate([{"q": q, "v": v}[shared], np.full_like(q, np.nan)], axis=1))
+    named[shared], out = whole[:, :6], whole[:, 1:7]
+    got = flash_attention(**named, out=out, return_lse=True, num_splits=splits)
+    assert got[0] is out
+    assert_result(device, got, (q, k, v))
+    assert (device.get(whole)[:, 0] == {"q": q, "v": v}[shared][:, 0]).all()
+    assert np.isnan(device.get(whole)[:, 7:]).all()
+
+
 def test_more_splits_than_keys(device, rng):
     inputs = operands(rng, Sq=3, Sk=5)
     check(device, inputs, 16)
