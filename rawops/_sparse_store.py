@@ -27,12 +27,13 @@ _PRODUCTS = {"rows": ByRows, "stream": ByStream, "packed": ByPacked, "scatter": 
 class Store:
     """What a matrix and its transposed views share: the formats, and the product of each direction.
 
-    `rows[False]` are the compressed rows of A, `rows[True]` those of its transpose; `given` is the one that came in.
+    `rows[False]` are the compressed rows of A, `rows[True]` those of its transpose; `given` is the one that came in,
+    made from the first of `data_size` entries.
     """
 
-    def __init__(self, device, given: bool, rows: Rows, dual: bool, order=None, starts=None) -> None:
+    def __init__(self, device, given: bool, rows: Rows, dual: bool, data_size: int, order=None, starts=None) -> None:
         self.device, self.given, self.order, self.starts = device, given, order, starts
-        self.data_size = rows.nnz if order is None else order.size
+        self.data_size = data_size
         self.derived_order: Any = None
         self.rows = {given: rows}
         if dual:
@@ -83,7 +84,7 @@ class Store:
         """Write other values into all formats, in place: captured graphs see them."""
         values = self.values
         if self.order is None:
-            values.data[...] = data
+            values.data[...] = data[: values.nnz]
         else:
             values.data[...] = formats.gather(self.device, data, self.order, self.starts)
         if len(self.rows) == 2:

@@ -118,7 +118,7 @@ class SparseMatrix:
         shape = formats.check_shape(function, shape)
         device, (data, row, col) = given.taken(function, data=data, row=row, col=col)
         rows, order, starts = formats.from_coordinates(function, device, data, row, col, shape)
-        return cls(Store(device, False, rows, is_dual(device, rows, dual), order, starts))
+        return cls(Store(device, False, rows, is_dual(device, rows, dual), data.size, order, starts))
 
     @classmethod
     def from_scipy(cls, matrix, *, dual=True) -> SparseMatrix:
@@ -156,7 +156,7 @@ class SparseMatrix:
         device, taken = given.taken(function, data=data, indices=indices, indptr=indptr)
         order = shape[::-1] if is_csc else shape
         rows = formats.from_compressed(function, device, *taken, order, "column" if is_csc else "row")
-        return cls(Store(device, is_csc, rows, is_dual(device, rows, dual)))
+        return cls(Store(device, is_csc, rows, is_dual(device, rows, dual), taken[0].size))
 
     # --- what it is -------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class SparseMatrix:
         Parameters
         ----------
         data : array (entries given,)
-            Of the matrix's dtype, or one that NumPy promotes to it.
+            Of the matrix's dtype, or one that NumPy promotes to it. What was given past ``indptr[-1]`` counts as well.
         """
         function = "SparseMatrix.update_values"
         device, (data,) = given.taken(function, data=data)

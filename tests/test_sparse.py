@@ -406,6 +406,19 @@ def test_update_values(device, rng, form):
         same(device, A.T @ device.put(u), made.dense().T @ u)
 
 
+@pytest.mark.parametrize("form", ["csr", "csc"])
+def test_update_values_of_arrays_with_a_tail(device, rng, form):
+    """Entries past the last row, which constructors take and do not read, are among those given."""
+    made = Coordinates(rng, (14, 9), 6)
+    made.data, made.indices = np.append(made.data, NAN), np.append(made.indices, 99)
+    make, shape = (SparseMatrix.from_csr, (14, 9)) if form == "csr" else (SparseMatrix.from_csc, (9, 14))
+    A = make(*map(device.put, (made.data, made.indices, made.indptr)), shape)
+    A.update_values(device.put(2 * made.data))
+    x = integers(rng, 9, "float32")
+    made.data, made.indices = made.data[:-1], made.indices[:-1]
+    same(device, A @ device.put(x) if form == "csr" else A.T @ device.put(x), 2 * made.dense() @ x)
+
+
 def test_to_and_from_scipy(device, rng):
     sparse = pytest.importorskip("scipy.sparse")
     made = Coordinates(rng, (12, 8), 3, "complex64")
