@@ -16,7 +16,7 @@ from rawops._gemm_operands import Operand, Options, check_given
 from rawops._lora_factors import factor_gradients, operand_of
 from rawops._lora_product import NOTHING, LowRankProduct, check_weights, row_of_y
 from rawops._lora_sm90 import NARROW, NarrowProduct
-from rawops._runtime import arrays, checks
+from rawops._runtime import arrays, checks, dtypes
 
 _FUNCTION = "lora_linear_backward"
 
@@ -173,7 +173,7 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
     else:
         y = _low_rank(device, flat_x, a) if y is None else y
         dy = _low_rank(device, flat_dout, b.T) if dy is None else dy.reshape(rows, -1)
-        factor_gradients(device, ((flat_x, dy, da), (flat_dout, y, db.T)), scaling, rank)
+        factor_gradients(device, ((flat_x, dy, da), (flat_dout, y, db.T)), dtypes.as_float32(scaling), rank)
 
 
 def _low_rank(device, x, a):

@@ -16,7 +16,7 @@ from rawops._lora_multi_product import MultiProduct
 from rawops._lora_product import check_columns, check_input
 from rawops._lora_slices import check_slices, take_factors
 from rawops._lora_stack import Stack, has_non_finite
-from rawops._runtime import arrays, checks
+from rawops._runtime import arrays, checks, dtypes
 
 
 class MultiLoRA:
@@ -107,7 +107,7 @@ class MultiLoRA:
         if self.max_loras == 0:
             checks.fail(ValueError, function, "slot", "be one of 0 slots", slot)
         slot = checks.int_range(function, "slot", slot, 0, self.max_loras - 1)
-        scaling = checks.number(function, "scaling", scaling)
+        scaling = dtypes.as_float32(checks.number(function, "scaling", scaling))
         pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)
         stack, K = self._stack, self.c.shape[0]
         with self._current():
@@ -189,7 +189,8 @@ class SlicedLoRA(MultiLoRA):
     def __init__(self, function: str, c, a, b, scaling: float, slices, bias, activation: str | None) -> None:
         self._function = self._load_function = function
         check_given(function, c=c, a=a, b=b)
-        ranks = [x.shape[1] for x in a if getattr(x, "ndim", 0) == 2] if isinstance(a, Sequence) else []
+        each = a if isinstance(a, Sequence) else [a]  # an array as it is will do for a single slice
+        ranks = [x.shape[1] for x in each if getattr(x, "ndim", 0) == 2]
         super().__init__(c, 1, max(ranks, default=0), slices=slices, bias=bias, activation=activation)
         self.load(0, a, b, scaling)
         self._index = self._device.empty((1,), np.dtype("int32"))

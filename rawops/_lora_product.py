@@ -34,6 +34,7 @@ class LowRankProduct(Base):
         options = Options(activation)
         super().__init__(function, options, workspaces)
         self.scaling = checks.number(function, "scaling", scaling)
+        self._scaling_of_16_bits = dtypes.as_float32(self.scaling)
         self.base = Base(function, options, workspaces)
         self._step = Product(function, Options(), workspaces)
 
@@ -62,7 +63,7 @@ class LowRankProduct(Base):
             return None
         plan, count = _gemm_sm90.plan(*described, low_rank), len(ROLES)
         if plan.config.rides:
-            return OnHopper(plan, shape, lambda _, addresses: ((self.scaling, *addresses[count:]), None))
+            return OnHopper(plan, shape, lambda _, addresses: ((self._scaling_of_16_bits, *addresses[count:]), None))
         (device, inputs, M, _, K, extents, _), y_row = described, row_of_y(rank)
         blocks = plan.config.beside
         step = NarrowProduct(device, inputs["a"], a, M, K, rank, extents, y_row, blocks)
@@ -70,7 +71,7 @@ class LowRankProduct(Base):
         def tail(operands: tuple, addresses: list) -> tuple[tuple, object]:
             y, y_address = self.y_workspace(device, (*operands[0].shape[:-1], y_row))
             step.run(addresses[0], addresses[count], y_address, self.launch_beside(blocks))
-            return (self.scaling, *addresses[count:], y_address, y_row), y
+            return (self._scaling_of_16_bits, *addresses[count:], y_address, y_row), y
 
         return OnHopper(replace(plan, early=True), shape, tail)
 
@@ -99,7 +100,7 @@ class LowRankProduct(Base):
             kernel = RIDING[problem.kind, config.rank_step].kernel(device, **choices)
 
             def tail(operands: tuple, addresses: list) -> tuple[bytes, None]:
-                return LOW_RANK.pack(*addresses[len(ROLES) :], 0, *strides, 0, rank, self.scaling), None
+                return LOW_RANK.pack(*addresses[len(ROLES) :], 0, *strides, 0, rank, self._scaling_of_16_bits), None
 
         else:
             kernel = READING[problem.kind].kernel(device, **choices, lora_a_k_major=True, access_lora_a=16)
@@ -108,7 +109,7 @@ class LowRankProduct(Base):
             def tail(operands: tuple, addresses: list) -> tuple[bytes, object]:
                 y, y_address = self.y_workspace(device, (*operands[0].shape[:-1], y_row))
                 self._step((operands[0], operands[len(ROLES)], y[..., :rank], *NOTHING[1:]))
-                numbers = (y_address, *strides, y_row, rank, self.scaling)
+                numbers = (y_address, *strides, y_row, rank, self._scaling_of_16_bits)
                 return LOW_RANK.pack(*addresses[len(ROLES) :], *numbers), y
 
         memory = shared_bytes(config.tile, config.rank_step, config.rides, dtypes.itemsize(problem.dtype))

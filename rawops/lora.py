@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 from rawops._gemm_config import DTYPES
 from rawops._gemm_operands import check_bias, check_given
@@ -151,7 +152,8 @@ class FusedLoRA:
             self.slices = ((0, self.c.shape[1]),)
         else:
             self._sliced = SlicedLoRA(function, c, a, b, self.scaling, slices, bias, activation)
-            self.a, self.b, self.slices = tuple(a), tuple(b), self._sliced.slices
+            self.a, self.b = (tuple(x) if isinstance(x, Sequence) else (x,) for x in (a, b))
+            self.slices = self._sliced.slices
         check_columns(function, self.c, activation)
         if self.bias is not None:
             check_bias(function, self.bias, self._product.types.of_addends(self.c.dtype.name), self.c.shape[1])

@@ -111,13 +111,13 @@ def check_non_finite_scaling(device, rng, dtype, K=24):
     (a, b, _), other = adapter(rng, K, N, 8, 1.0, dtype), adapter(rng, K, N, 5, 2.0, dtype)
     b[:, 7] = 0
     indices = np.resize([0, 1, -1], M).astype(np.int32)
-    for scaling in (np.nan, np.inf):
+    for scaling, factor in ((np.nan, np.nan), (np.inf, np.inf), (1e39, np.inf)):
         load(device, op, {0: (a, b, scaling), 1: other})
         load(device, usual, {0: (a, b, 1.0), 1: other})
         got, finite = (device.get(one(device.put(x), device.put(indices))) for one in (op, usual))
         np.testing.assert_array_equal(bits(device, got)[indices != 0], bits(device, finite)[indices != 0])
         with np.errstate(invalid="ignore"):
-            want = references.gemm(x, c) + (scaling * references.gemm(x, a)) @ b.astype(np.float64)
+            want = references.gemm(x, c) + (factor * references.gemm(x, a)) @ b.astype(np.float64)
         np.testing.assert_array_equal(got[indices == 0].astype(np.float64), want[indices == 0])
         assert np.isnan(want[:, 7]).all()
 

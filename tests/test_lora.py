@@ -219,11 +219,11 @@ def test_non_finite_values(device, rng, intermediate):
 def check_non_finite_scaling(device, rng, dtype):
     inputs = operands(rng, 20, 40, 33, 8, dtype)
     inputs["x"][3], inputs["b"][:, 7] = 0, 0
-    for scaling in (np.nan, np.inf, -np.inf):
+    for scaling, factor in ((np.nan, np.nan), (np.inf, np.inf), (-np.inf, -np.inf), (-1e39, -np.inf)):
         got = device.get(lora_linear(**put(device, inputs), scaling=scaling)).astype(np.float64)
         with np.errstate(invalid="ignore"):
             want = references.gemm(inputs["x"], inputs["c"])
-            want += (scaling * references.gemm(inputs["x"], inputs["a"])) @ inputs["b"].astype(np.float64)
+            want += (factor * references.gemm(inputs["x"], inputs["a"])) @ inputs["b"].astype(np.float64)
         assert np.isnan(want[3]).all() and np.isnan(want[:, 7]).all()  # times 0
         np.testing.assert_array_equal(got, want)
 

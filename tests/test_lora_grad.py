@@ -138,6 +138,14 @@ def test_non_finite_values(device, rng):
     assert np.isinf(want[1][5, 0]) or np.isnan(want[1]).all()
 
 
+def test_scaling_past_float32(device, rng):
+    """It is infinite, as it is for every other product of 16 bits."""
+    inputs = put(device, operands(rng, 20, 24, 16, 4))
+    got, want = (lora_linear_backward(**inputs, scaling=scaling) for scaling in (1e39, np.inf))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(device.get(one), device.get(other))
+
+
 def test_errors(device):
     def zeros(*shape, dtype=np.float16):
         return device.put(np.zeros(shape, dtype))

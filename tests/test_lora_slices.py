@@ -99,6 +99,19 @@ def test_merge_of_slices(device, rng):
     same(device, op.c, c)
 
 
+def test_one_slice_takes_arrays_as_they_are(device, rng):
+    """As a `MultiLoRA` of one slice does."""
+    x, c = integers(rng, (5, 16), "float16"), integers(rng, (16, 24), "float16")
+    a, b = integers(rng, (16, 4), "float16"), integers(rng, (4, 8), "float16")
+    want = references.gemm(x, c)
+    want[:, 8:16] += references.gemm(references.gemm(x, a), b)
+    x, c, a, b = map(device.put, (x, c, a, b))
+    same(device, lora_linear(x, c, a, b, slices=[(8, 16)]), want)
+    op = FusedLoRA(c, a, b, slices=[(8, 16)])
+    op.merge()
+    same(device, op(x), want)
+
+
 def test_errors_of_slices_and_merges(device):
     def zeros(*shape, dtype=np.float16):
         return device.put(np.zeros(shape, dtype))

@@ -47,6 +47,12 @@ def is_dtype(name) -> bool:
     return isinstance(name, str) and name in _CPP
 
 
+def as_float32(value: float) -> float:
+    """Round `value` as a kernel's float32 would: past the range it is infinite, where `struct` would raise."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
 def itemsize(name: str) -> int:
     """Return the bytes of one element."""
     return numpy(name).itemsize
