@@ -154,9 +154,12 @@ def check_bias(function: str, x, allowed: tuple[str, ...], N: int, groups: int |
 def check_addend(function: str, role: str, x, allowed: tuple[str, ...], target: tuple) -> None:
     """Check c or the residual, which broadcasts to `target`."""
     checks.dtype(function, role, x, allowed)
+    if x.ndim < 2:
+        hint = "Make a vector a matrix with x[None, :] or x[:, None]."
+        checks.fail(ValueError, function, role, "have at least 2 dimensions", f"shape {tuple(x.shape)}", hint)
     trailing = target[len(target) - x.ndim :] if x.ndim <= len(target) else None
     fits = trailing and all(have in (1, want) for have, want in zip(x.shape, trailing, strict=True))
-    if x.ndim < 2 or not fits:
+    if not fits:
         checks.fail(ValueError, function, role, f"broadcast to shape {target}", f"shape {tuple(x.shape)}")
 
 

@@ -81,14 +81,14 @@ def gemm(
         Same dtype. Both operands may have any strides; contiguous along either axis, with rows on 16-byte
         boundaries, is fastest; a large product copies 16-bit operands that are neither into a workspace first.
     c : array broadcastable to (..., M, N), optional
-        Not read when `beta` is 0.
+        Of two axes at least. Not read when `beta` is 0.
     alpha, beta : float or 0-d array of float16, bfloat16, float32 or float64
         Arrays are read on the device, without synchronising. With `alpha` 0, `a` and `b` are not read, nor do their
         scales take part: NaN there changes nothing.
     bias : array (N,), optional
         Added to every row before the activation.
     residual : array broadcastable to the result, optional
-        Added after the activation. `c`, `bias` and `residual` have the inputs' dtype or float32.
+        Of two axes at least. Added after the activation. `c`, `bias` and `residual` have the inputs' dtype or float32.
     activation : {None, "relu", "gelu", "gelu_tanh", "silu", "swiglu"}
         "swiglu" takes an even N, gate in the first half of the columns and up in the second, and returns N/2 columns
         of ``silu(gate) * up``. At -inf, gelu and silu take their limit, 0; NaN stays NaN.

@@ -419,6 +419,11 @@ def test_errors_of_a_plan(device):
             "residual must broadcast to shape (4, 4)",
             lambda: Gemm(*sizes, half, activation="swiglu", residual=device.put(np.zeros((4, 8), half))),
         ),
+        (
+            ValueError,
+            "residual must have at least 2 dimensions, got shape (8,)",
+            lambda: Gemm(*sizes, half, residual=device.put(np.zeros(8, half))),
+        ),
         (ValueError, "b_dtype must be", lambda: Gemm(*sizes, half, b_dtype="int5")),
         (
             TypeError,

@@ -317,6 +317,7 @@ def _saved_elsewhere():
 
 MISTAKES = {
     "page_size must be": (lambda c, x: rawops.PagedKVCache(4, 12, 1, 64), ValueError),
+    "page_size must be .*got True": (lambda c, x: rawops.PagedKVCache(4, True, 1, 64), ValueError),
     "page_size must be .*got np.float32": (lambda c, x: rawops.PagedKVCache(4, np.float32(16), 1, 64), ValueError),
     "dtype must be": (lambda c, x: rawops.PagedKVCache(4, 16, 1, 64, "float32"), ValueError),
     "kv_dtype must be .*got 'float8'": (lambda c, x: rawops.PagedKVCache(4, 16, 1, 64, kv_dtype="float8"), ValueError),

@@ -32,9 +32,9 @@ def shape(function: str, argument: str, x, expected: tuple, hint: str = "") -> N
 
 def choice(function: str, argument: str, value, allowed: Sequence, hint: str = ""):
     """Return `value`, which must be one of `allowed`."""
-    if (
-        isinstance(value, (float, np.floating, np.ndarray)) or value not in allowed
-    ):  # 4.0 is equal to 4, but no block of 4
+    # 4.0 and True are equal to 4 and 1, but no sizes.
+    is_alien = isinstance(value, (bool, np.bool_)) and not any(isinstance(a, bool) for a in allowed)
+    if is_alien or isinstance(value, (float, complex, np.inexact, np.ndarray)) or value not in allowed:
         fail(ValueError, function, argument, f"be {_either([repr(a) for a in allowed])}", repr(value), hint)
     return value
 
