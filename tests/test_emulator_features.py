@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import ml_dtypes
 import numpy as np
 import pytest
 from emulation import SAXPY, compile_ptx, launch
 
 from rawops._emulator import GlobalMemory, parse
+from rawops._emulator.pause import no_collection
 from rawops.errors import EmulatorError, MemoryFault, UnsupportedPTX
 
 ARCHS = ("sm_80", "sm_90a")
@@ -296,6 +299,51 @@ def test_program_is_cached_and_names_its_kernels():
     assert parse(ptx, "k") is parse(str(ptx), "k")
     with pytest.raises(UnsupportedPTX, match="no kernel 'nope'; it has: k"):
         parse(ptx, "nope")
+
+
+NESTED = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry k(.param .u64 out)
+{
+    .reg .b32 %r<4>, x;
+    .reg .b64 %rd<2>;
+    mov.b32 x,5;
+    {
+        mov.b32 %r1, x;
+        .reg .b32 x;
+        mov.b32 x, 7;
+        { mov.b32 %r2,x; }
+    }
+    mov.b32 %r3, x;
+    ld.param.u64 %rd1, [out];
+    st.global.v4.b32 [%rd1], {%r1, %r2, %r3, x};
+    ret;
+}
+"""
+
+
+def test_a_name_stands_for_what_was_declared_last():
+    out = np.zeros(4, np.int32)
+    launch(NESTED, 1, 1, out)
+    np.testing.assert_array_equal(out, [5, 7, 5, 5])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_as_before(enabled):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError), no_collection():
+            with no_collection():
+                pass
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is enabled
+        launch(NESTED, 1, 1, np.zeros(4, np.int32))
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
 
 
 MODULE = """

@@ -15,6 +15,7 @@ from .context import Context
 from .machine import Machine, State
 from .memory import GlobalMemory, GlobalSpace
 from .operands import Imm, Sym, names_of
+from .pause import no_collection
 from .program import Program, Variable
 from .races import Clocks
 from .report import LaunchReport
@@ -185,7 +186,7 @@ class Launch:
     def run(self) -> LaunchReport:
         """Execute all blocks."""
         start = time.perf_counter()
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), no_collection():
             self._run_batches()
         self.report.finish(time.perf_counter() - start)
         return self.report

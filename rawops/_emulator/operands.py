@@ -13,6 +13,7 @@ import numpy as np
 from .types import DTYPE, PACKED
 
 _OPERAND = re.compile(r"[\[\](){},|!]|[^\s\[\](){},|!]+")
+_PUNCTUATION = frozenset("[](){}|!")
 _HEX_FLOAT = {"f": 4, "d": 8}
 
 
@@ -117,6 +118,8 @@ Operand = Reg | Not | Imm | Special | Sym | Vec | Pair | Sink | Mem | Rows | Gro
 
 def read_operands(text: str, name: Callable[[str], Operand]) -> tuple[Operand, ...]:
     """The operands in the text of an instruction; `name` says what a name or number stands for."""
+    if _PUNCTUATION.isdisjoint(text):
+        return tuple(map(name, text.replace(" ", "").split(","))) if text else ()
     return _Operands(_OPERAND.findall(text), name).all()
 
 

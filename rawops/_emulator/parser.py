@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import UnsupportedPTX
 from .operands import Operand, Reg, Sink, Special, Sym, names_of, read_number, read_operands, split_offset
+from .pause import no_collection
 from .program import Function, Instruction, Place, Program, Variable
 from .shared import SHARED_BASE
 from .types import DTYPE, SIZE
@@ -36,7 +37,8 @@ class _Text:
 
 @lru_cache(maxsize=64)
 def _parse(text: _Text, entry: str) -> Program:
-    return _Parser(text.ptx, entry).program()
+    with no_collection():
+        return _Parser(text.ptx, entry).program()
 
 
 # ---- the parser ----------------------------------------------------------------------------------------
@@ -77,6 +79,8 @@ class _Parser:
         self.lines: list[tuple[int, int]] = []  # of each instruction, as the files come last
         self.scopes: list[_Scope] = []
         self.instruction_scopes: list[tuple[_Scope, ...]] = []
+        self.opcodes: dict[str, tuple[str, ...]] = {}
+        self.registers: dict[str, Reg] = {}  # by unique name: one object each, as there are many mentions
         self.target = ""
         self.function: Function | None = None
         self.header_names: dict[str, str] = {}  # parameters of the function whose body comes next
@@ -100,15 +104,17 @@ class _Parser:
 
     def _statement(self, match: re.Match[str]) -> None:
         kind = match.lastgroup
-        if match["loc"]:
+        if kind == "body":
+            self._body(match["body"][:-1].strip())
+        elif kind == "loc":
             # Line 0 marks code of no line in particular: the line before is more use to a reader.
             self.loc = (int(match["file"]), int(match["line"]) or self.loc[1])
-        elif match["filedef"]:
+        elif kind == "filedef":
             self.files[int(match["number"])] = match["path"]
-        elif match["meta"]:
+        elif kind == "meta":
             if ".target" in match["meta"]:
                 self.target = match["meta"].split()[1].rstrip(",")
-        elif match["label"]:
+        elif kind in ("label", "table"):
             self._label(match["label"], match["table"])
         elif kind == "open":
             self.scopes.append(_Scope())
@@ -120,8 +126,6 @@ class _Parser:
                 self.function = None
         elif kind == "function":
             self._function(match["function"])
-        elif match["body"]:
-            self._body(match["body"][:-1].strip())
 
     def _label(self, name: str, table: str | None) -> None:
         scope = self.scopes[-1]
@@ -194,6 +198,8 @@ class _Parser:
             _initialise(variable, match["init"], match["type"])
         if space == "local":
             # A name declared again in another scope or function is another variable.
+            if self.scopes:
+                self.scopes[-1].names.clear()
             names = self.scopes[-1].variables if self.scopes else self.header_names
             names[variable.name] = f"{variable.name}#{self._unique()}"
             variable.name = names[variable.name]
@@ -213,7 +219,9 @@ class _Parser:
             assert isinstance(register, Reg)
             guard = (register, negated)
         opcode, _, operands = rest.partition(" ")
-        parts = tuple(opcode.split("."))
+        parts = self.opcodes.get(opcode)
+        if parts is None:
+            parts = self.opcodes[opcode] = tuple(opcode.split("."))
         parsed = read_operands(operands, self._name)
         function = self.function.name if self.function else ""
         index = len(self.instructions)
@@ -223,6 +231,13 @@ class _Parser:
 
     def _name(self, token: str) -> Operand:
         """A token that is not punctuation: register, special register, number or symbol."""
+        names = self.scopes[-1].names
+        found = names.get(token)
+        if found is None:
+            found = names[token] = self._look_up(token)
+        return found
+
+    def _look_up(self, token: str) -> Operand:
         if token == "_":
             return Sink()
         number = read_number(token)
@@ -232,7 +247,7 @@ class _Parser:
         for scope in reversed(self.scopes):
             register = scope.register(base)
             if register is not None:
-                return register
+                return self.registers.setdefault(register.name, register)
             if base in scope.variables:
                 base = scope.variables[base]
                 break
@@ -243,8 +258,11 @@ class _Parser:
     # ---- after the last line -------------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        for ins, (file, line), scopes in zip(self.instructions, self.lines, self.instruction_scopes, strict=True):
-            ins.place = Place(self.files.get(file, ""), line)
+        places: dict[tuple[int, int], Place] = {}
+        for ins, loc, scopes in zip(self.instructions, self.lines, self.instruction_scopes, strict=True):
+            if loc not in places:
+                places[loc] = Place(self.files.get(loc[0], ""), loc[1])
+            ins.place = places[loc]
             if ins.opcode[0] in ("bra", "brx"):
                 names = [op.name for op in ins.operands if isinstance(op, Sym)]
                 ins.targets = tuple(t for name in names for t in _find_labels(name, scopes, ins))
@@ -292,9 +310,11 @@ class _Scope:
         self.labels: dict[str, int] = {}
         self.tables: dict[str, list[str]] = {}
         self.variables: dict[str, str] = {}
+        self.names: dict[str, Operand] = {}  # what tokens stand for, as far as it has been asked
 
     def declare(self, text: str, unique: Any) -> None:
         """``.reg .b32 %r<9>, x``"""
+        self.names.clear()
         if not self.suffix:
             self.suffix = f"#{unique()}"
         match = re.match(r"\.reg\s*(?:\.(v[24])\s*)?\.(\w+)\s+(.*)", text, re.S)
