@@ -3,4 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test
+# Each of two workers has half of the cores: threads of NumPy's products beyond them wait for each other in loops.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}
 exec .venv/bin/python -m pytest -n 2 "$@"
