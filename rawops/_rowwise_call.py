@@ -37,6 +37,7 @@ def spec_of(name: str, fields: dict, choices: dict, smoke: tuple[tuple, ...]) ->
         template=tuple(choices),
         choices=choices,
         smoke=[dict(zip(choices, values, strict=True)) for values in smoke],
+        needs=lambda cluster=1, **_: 90 if cluster > 1 else 80,
         params=ParamStruct(f"{name.title()}Params", **ROW_FIELDS, **fields),
     )
 
@@ -58,19 +59,34 @@ NORM = spec_of(
         ("float32", "float32", 4, 2, 8, 1, True, True),
         ("float16", "float16", 1, 4, 512, 1, True, True),
         ("float64", "float64", 2, 1, 32, 1, False, False),
+        ("float16", "float16", 8, 8, 512, 8, False, True),
+        ("bfloat16", "float32", 8, 4, 256, 2, True, True),
     ),
 )
 SOFTMAX = spec_of(
     "softmax",
     array_fields("x", "out"),
     {"dtype": DTYPES, **_TEAM},
-    (("float16", 8, 4, 128, 1), ("bfloat16", 8, 0, 512, 1), ("float32", 1, 4, 32, 1), ("float64", 2, 2, 8, 1)),
+    (
+        ("float16", 8, 4, 128, 1),
+        ("bfloat16", 8, 0, 512, 1),
+        ("float32", 1, 4, 32, 1),
+        ("float64", 2, 2, 8, 1),
+        ("bfloat16", 8, 8, 512, 8),
+        ("float32", 4, 4, 256, 2),
+    ),
 )
 SUM = spec_of(
     "sum",
     array_fields("x", "out"),
     {"dtype": DTYPES, "out_dtype": DTYPES, "access": WIDTHS, "team": TEAMS, "cluster": CLUSTERS},
-    (("float16", "float32", 8, 512, 1), ("float32", "bfloat16", 1, 8, 1), ("float64", "float64", 2, 32, 1)),
+    (
+        ("float16", "float32", 8, 512, 1),
+        ("float32", "bfloat16", 1, 8, 1),
+        ("float64", "float64", 2, 32, 1),
+        ("bfloat16", "float32", 8, 512, 8),
+        ("float32", "float32", 4, 256, 2),
+    ),
 )
 ACTIVATION = spec_of(
     "activation",

@@ -317,6 +317,18 @@ def test_precompile_and_kernels_go_through_the_registry(registry, compilations):
     assert "sm_80" not in every[-1].resources
 
 
+def test_instances_that_need_a_later_architecture(registry, compilations):
+    """Some template values exist on later architectures alone; they are listed, and compiled where they exist."""
+    spec(needs=lambda dtype: 90 if dtype == "float64" else 80, smoke=({"dtype": "float32"}, {"dtype": "float64"}))
+    listed = rawops.kernels(["sm_80", "sm_90a"])
+    assert [sorted(info.resources) for info in listed] == [["sm_80", "sm_90a"], ["sm_90a"]]
+    assert sorted(compilations) == ["saxpy<double>", "saxpy<float>", "saxpy<float>"]
+    assert rawops.precompile("sm_80", progress=False) == 1
+    assert rawops.precompile("sm_90a", progress=False) == 2
+    every = rawops.kernels(["sm_80"], every=True)
+    assert [info.expression for info in every if not info.resources] == ["saxpy<double>"]
+
+
 @pytest.mark.parametrize("arch", ["sm_1", "sm_33", "SM_80", "90a", None])
 def test_architectures_without_kernels_raise(registry, compilations, arch):
     spec()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 import threading
 import weakref
@@ -180,6 +181,8 @@ class KernelSpec:
         The instances that matter: compiled by the tests on every architecture.
     min_arch, max_arch : int, optional
         First and last compute capability (80, 90, ...) the kernel exists for.
+    needs : callable, optional
+        Takes template values by name; returns the first compute capability of an instance that wants a later one.
     params : ParamStruct, optional
         The struct that the kernel takes by value; its size is compared with the compiler's.
     spills : dict, optional
@@ -198,12 +201,13 @@ class KernelSpec:
         smoke: Iterable[dict],
         min_arch: int = 80,
         max_arch: int | None = None,
+        needs: Callable[..., int] | None = None,
         params: ParamStruct | None = None,
         spills: dict[str, int] | None = None,
     ) -> None:
         self.source, self.entry, self.template, self.choices = source, entry, template, choices
         self.smoke, self.min_arch, self.max_arch, self.params = tuple(smoke), min_arch, max_arch, params
-        self.spills = spills or {}
+        self.needs, self.spills = needs, spills or {}
         self._instances: dict[tuple, Instance] = {}
         KernelSpec.registry.append(self)
 
@@ -232,12 +236,16 @@ class KernelSpec:
         """Tell whether the kernel exists for a compute capability."""
         return self.min_arch <= capability <= (self.max_arch or 1000)
 
-    def instances(self, every: bool = False) -> list[Instance]:
-        """Return the smoke instances, or the whole product of choices."""
-        if not every:
-            return [self.instance(**values) for values in self.smoke]
-        product = itertools.product(*(self.choices[name] for name in self.template))
-        return [self.instance(**dict(zip(self.template, values, strict=True))) for values in product]
+    def instances(self, every: bool = False, capability: int | None = None) -> list[Instance]:
+        """Return the smoke instances, or the whole product of choices: all, or those for a compute capability."""
+        chosen = self.smoke
+        if every:
+            product = itertools.product(*(self.choices[name] for name in self.template))
+            chosen = [dict(zip(self.template, values, strict=True)) for values in product]
+        if capability is not None:
+            found = self.exists_on(capability)
+            chosen = [c for c in chosen if found and (self.needs is None or self.needs(**c) <= capability)]
+        return [self.instance(**values) for values in chosen]
 
 
 def _cpp_value(value) -> str:
@@ -340,8 +348,8 @@ def kernels(archs: Iterable[str] = (), every: bool = False) -> list[KernelInfo]:
     for arch in archs:
         _check_arch("kernels", arch, KernelSpec.registry)
     jobs = [(spec, instance) for spec in KernelSpec.registry for instance in spec.instances(every)]
-    work = [(i, a) for spec, i in jobs for a in archs if spec.exists_on(_capability(a))]
-    with ThreadPoolExecutor(2) as pool:
+    work = [(i, a) for spec in KernelSpec.registry for a in archs for i in spec.instances(every, _capability(a))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(lambda job: job[0].compile(job[1]), work):
             pass
     return [
@@ -377,8 +385,8 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
         arch = arrays.current_device("precompile").arch
     specs = KernelSpec.registry if ops is None else _specs_of(ops)
     _check_arch("precompile", arch, specs)
-    jobs = [instance for spec in specs if spec.exists_on(_capability(arch)) for instance in spec.instances()]
-    with ThreadPoolExecutor(2) as pool:
+    jobs = [instance for spec in specs for instance in spec.instances(capability=_capability(arch))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = pool.map(lambda instance: instance.compile(arch), jobs)
         if progress:
             from rich.progress import track
