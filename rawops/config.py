@@ -39,13 +39,19 @@ def parse(environ: Mapping[str, str]) -> Config:
     def flag(name: str) -> bool:
         return environ.get(name, "").strip().lower() not in _FALSE
 
-    cache_dir = environ.get("RAWOPS_CACHE_DIR")
     return Config(
-        cache_dir=Path(cache_dir) if cache_dir else None,
+        cache_dir=_folder(environ.get("RAWOPS_CACHE_DIR")),
         emulate=flag("RAWOPS_EMULATE"),
         emulate_arch=environ.get("RAWOPS_EMULATE_ARCH") or Config.emulate_arch,
         check=flag("RAWOPS_CHECK"),
     )
+
+
+def _folder(name: str | None) -> Path | None:
+    """Return the place that a name has now: it stays there when the program changes its working directory."""
+    if not name:
+        return None
+    return Path(os.path.expanduser(name)).absolute()  # "~" comes as it is where no shell has read it
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import pytest
 from processes import INSTALLED, environment, python
 
 import rawops
+from rawops import config
 from rawops._runtime import cache, compiler
 
 TEXT = "template <int N> __global__ void f(int* x) { *x = N; }\n"
@@ -202,6 +203,15 @@ def test_a_home_that_does_not_exist_is_not_made(tmp_path):
     assert done.stdout.startswith(b"False")
     assert done.stderr.count(b"RuntimeWarning") == 1
     assert not home.exists() and list(cwd.iterdir()) == []
+
+
+def test_a_given_folder_stays_where_it_is(tmp_path, monkeypatch):
+    """Relative to where the program was when it was read, and below the home for what no shell has expanded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    relative, of_home = (config.parse({"RAWOPS_CACHE_DIR": name}).cache_dir for name in ("a/b", "~/c"))
+    assert relative == tmp_path / "a/b" and of_home == tmp_path / "home/c"
+    assert config.parse({"RAWOPS_CACHE_DIR": ""}).cache_dir is None
 
 
 def test_the_default_folder_is_below_the_home(tmp_path, monkeypatch):
