@@ -51,10 +51,14 @@ class Growth:
         The length that each sequence had: the position of its first new token.
     copies : list of (int, int)
         Pages to copy, from and to, before anything is written.
+    before : list of tuple
+        What each sequence had, for `undo`: pages, digests, the page that was replaced or -1, and its tokens from
+        `starts` on, None where they stay.
     """
 
     starts: list[int]
     copies: list[tuple[int, int]]
+    before: list[tuple[int, int, int, list[int] | None]]
 
 
 class PageAllocator:
@@ -162,30 +166,53 @@ class PageAllocator:
                     "free. Free or save sequences."
                 )
             self._check_lengths(sequences, counts)
-            starts, copies = [], []
+            starts, copies, before = [], [], []
             for i, (name, count, (pages, copied)) in enumerate(zip(sequences, counts, needs, strict=True)):
                 sequence = self.sequences[name]
                 starts.append(sequence.length)
+                is_told = ids is not None and len(sequence.tokens) >= sequence.length  # else some before are not known
+                tail = sequence.tokens[sequence.length :] if is_told else None
+                replaced = sequence.pages[-1] if copied else -1
+                before.append((len(sequence.pages), len(sequence.digests), replaced, tail))
                 if copied:
                     copies.append(self._replace_last(sequence))
                 sequence.pages += [self._take() for _ in range(pages)]
                 sequence.length += count
-                if ids is not None and len(sequence.tokens) >= starts[-1]:  # else some before are not known
+                if is_told:
                     sequence.tokens[starts[-1] :] = ids[i]
                 self._remember(sequence)
-            return Growth(starts, copies)
+            return Growth(starts, copies, before)
 
-    def import_sequence(self, old: Sequence) -> int:
+    def undo(self, sequences: Sized[int], growth: Growth) -> None:
+        """Take an `extend` back, whose tokens have not been written. What else was done since must not concern it."""
+        with self.lock:
+            for name, start, was in reversed(list(zip(sequences, growth.starts, growth.before, strict=True))):
+                sequence, (pages, digests, replaced, tail) = self.sequences[name], was
+                for index, digest in enumerate(sequence.digests[digests:], digests):
+                    if self._page_of.get(digest) == sequence.pages[index]:
+                        del self._page_of[digest], self._digest_of[sequence.pages[index]]
+                del sequence.digests[digests:]
+                while len(sequence.pages) > pages:
+                    self._release(sequence.pages.pop())
+                if replaced >= 0:
+                    self._release(sequence.pages.pop())
+                    sequence.pages.append(replaced)
+                    sequence.replaced.pop()
+                    self.counts[replaced] += 1
+                if tail is not None:
+                    sequence.tokens[start:] = tail
+                sequence.length = start
+
+    def import_sequence(self, old: Sequence) -> tuple[int, Growth]:
         """Start a sequence of the length of one that was saved, on pages of its own."""
         with self.lock:
             new = Sequence(tokens=old.tokens[:])
             name = self._register(new)
             try:
-                self.extend([name], [old.length])
+                return name, self.extend([name], [old.length])
             except (OutOfPagesError, ValueError):
                 del self.sequences[name]
                 raise
-            return name
 
     # --- pages ---
 

@@ -50,7 +50,12 @@ class Batch:
     def choose(self, names: tuple[int, ...]) -> None:
         """Turn to other sequences, as many as before."""
         if names != self.names:
-            self.names, self._seen, self._shared = names, None, None
+            self.names = names
+            self.outdate()
+
+    def outdate(self) -> None:
+        """Have the next update copy everything."""
+        self._seen, self._shared = None, None
 
     def shared_pages(self, allocator: PageAllocator) -> int:
         """Return how many full pages all sequences begin with. Only a replaced page can change it."""

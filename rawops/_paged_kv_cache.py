@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Sized
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from rawops import _paged_kv_cascade_sm90 as cascade_sm90
 from rawops._attention_merge import merge_states
-from rawops._paged_kv_allocator import PageAllocator, Sequence
+from rawops._paged_kv_allocator import Growth, PageAllocator, Sequence
 from rawops._paged_kv_append import append
 from rawops._paged_kv_attention import attend, attend_to_prefix, options_of
 from rawops._paged_kv_batch import Batch, copy_to_device
@@ -190,8 +191,7 @@ class PagedKVCache:
                 checks.int_range(function, "counts", n, 0, 2**31 - 1) for n in _listed(function, "counts", counts)
             )
         self._check_new(function, k, v, names, given, tokens)
-        with self._lock:
-            growth = self._extend(names, given, tokens)
+        with self._lock, self._extended(names, given, tokens) as growth:
             batch = self._batch(names)
             positions, sequence_ids = batch.positions, None
             if counts is not None:
@@ -302,8 +302,7 @@ class PagedKVCache:
         if tokens is not None:
             tokens = [[t] for t in _listed(function, "tokens", tokens)]
             self._check_tokens(function, tokens, (1,) * len(names))
-        with self._lock:
-            self._extend(names, (1,) * len(names), tokens)
+        with self._lock, self._extended(names, (1,) * len(names), tokens):
             batch = self._steps.get(len(names))
             if batch is None:
                 batch = self._steps[len(names)] = Batch(self._device, names, self._allocator.max_pages)
@@ -340,9 +339,14 @@ class PagedKVCache:
             rule = f"have pages of shape and dtype {page}, as this cache"
             checks.fail(ValueError, function, "saved", rule, (*saved.data.shape[1:], dtypes.name(saved.data.dtype)))
         with self._lock:
-            name = self._allocator.import_sequence(saved.state)
+            name, growth = self._allocator.import_sequence(saved.state)
             data = saved.data.view(self._stored.dtype)
-            self._host_copies.to_device(self._stored, self._allocator[name].pages, data)
+            try:
+                self._host_copies.to_device(self._stored, self._allocator[name].pages, data)
+            except BaseException:
+                self._allocator.undo([name], growth)
+                self._allocator.free(name)
+                raise
             return name
 
     # --- parts ---
@@ -374,11 +378,19 @@ class PagedKVCache:
             rule = f"have {list(counts)} ids, as many as tokens are appended"
             checks.fail(ValueError, function, "tokens", rule, [len(t) for t in ids])
 
-    def _extend(self, names: tuple, counts: tuple, tokens):
+    @contextlib.contextmanager
+    def _extended(self, names: tuple, counts: tuple, tokens) -> Iterator[Growth]:
+        """Make room for tokens; where what is to write them fails (a compile, a Ctrl-C), take it back."""
         growth = self._allocator.extend(names, counts, tokens)
-        for old, new in growth.copies:
-            self._stored[new] = self._stored[old]
-        return growth
+        try:
+            for old, new in growth.copies:
+                self._stored[new] = self._stored[old]
+            yield growth
+        except BaseException:
+            self._allocator.undo(names, growth)
+            for batch in (*self._batches.values(), *self._steps.values()):
+                batch.outdate()  # it may have the pages that were taken back
+            raise
 
     def _batch(self, names: tuple[int, ...]) -> Batch:
         """Return the buffers of sequences, up to date."""

@@ -37,7 +37,7 @@ class Model:
         saved, text = self.allocator[name], self.texts[name]
         self.free(name)
         try:
-            new = self.allocator.import_sequence(saved)
+            new, _ = self.allocator.import_sequence(saved)
         except OutOfPagesError:
             return False
         self.texts[new] = text
@@ -59,6 +59,20 @@ class Model:
             self.texts[name] += new
             self.write(name, start)
         return True
+
+    def undo(self, names, new_tokens) -> None:
+        """Extend, and take it back: all is as it was, but for kept pages that were given out."""
+        before, remembered = self.state(), dict(self.allocator._page_of)
+        what = {n: (s.tokens[:], s.digests[:], s.replaced[:]) for n, s in self.allocator.sequences.items()}
+        try:
+            growth = self.allocator.extend(names, [len(t) for t in new_tokens], new_tokens)
+        except OutOfPagesError:
+            return
+        self.allocator.undo(names, growth)
+        assert self.state() == before
+        assert what == {n: (s.tokens, s.digests, s.replaced) for n, s in self.allocator.sequences.items()}
+        assert self.allocator._page_of.items() <= remembered.items()
+        assert {page: digest for digest, page in self.allocator._page_of.items()} == self.allocator._digest_of
 
     def write(self, name: int, start: int) -> None:
         size = self.allocator.page_size
@@ -99,6 +113,8 @@ def random_step(model: Model, rng, max_tokens: int) -> None:
         model.free(chosen[0])
     elif what == 3:
         model.swap(chosen[0])
+    elif what == 4:
+        model.undo(chosen, [rng.integers(0, 2, rng.integers(0, max_tokens)).tolist() for _ in chosen])
     elif not model.extend(chosen, [rng.integers(0, 2, rng.integers(0, max_tokens)).tolist() for _ in chosen]):
         model.free(chosen[0])
 

@@ -206,6 +206,41 @@ def test_save_and_restore(device, rng):
     loop.check()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_call_that_fails_half_way_changes_nothing(device, rng, monkeypatch, error):
+    """A Ctrl-C in the first compile, no memory: no tokens that nobody wrote, in a sequence or under a known prefix."""
+    loop = Loop(device, rng, prefix_sharing=True)
+    text = list(range(10))
+    a = loop.cache.add_sequence(text)
+    loop.kv[a] = loop.new(0)
+    loop.append([a], [6])
+    b = loop.fork(a)
+    loop.check()
+    saved, free = loop.cache.save(a), loop.cache.num_free_pages
+    for place, call in [
+        ("rawops._paged_kv_cache.append", lambda: loop.append([a, b], [4, 5])),
+        ("rawops._paged_kv_cache.append", lambda: loop.append([b, a])),
+        ("rawops._paged_kv_batch.Batch.update", lambda: loop.cache.step([b, a])),
+        ("rawops._paged_kv_swap.HostCopies.to_device", lambda: loop.cache.restore(saved)),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, failing(error))
+            with pytest.raises(error):
+                call()
+        assert loop.cache.num_free_pages == free
+        assert loop.cache.length(loop.cache.add_sequence(text)) == 4  # the page that was full before
+        loop.check()
+    loop.append([a, b], [4, 3])
+    loop.check()
+
+
+def failing(error):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
 def test_prefix_sharing_reads_the_shared_pages(device, rng):
     loop = Loop(device, rng, prefix_sharing=True)
     text = list(range(11))
