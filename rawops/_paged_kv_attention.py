@@ -12,9 +12,9 @@ from rawops._paged_kv_call import Plan, check_vector, contiguous, in_order
 from rawops._paged_kv_kernel import Launch, Options
 from rawops._paged_kv_pool import DTYPES, Pool, check_pages, check_rows, describe, scale_strides
 from rawops._paged_kv_prefill import Parts
-from rawops._paged_kv_workspace import Workspace, workspace_of_stream
 from rawops._runtime import arrays, checks
 from rawops._runtime.call import Op, keep_apart
+from rawops._runtime.workspace import Workspace, workspace_of_stream
 
 _UNLIMITED = 2**30 - 2  # the kernels add and subtract it in 32 bits
 

@@ -18,9 +18,9 @@ from rawops._paged_kv_attention import attend, attend_to_prefix, options_of
 from rawops._paged_kv_batch import Batch, copy_to_device
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE_SIZES, check_rows
 from rawops._paged_kv_swap import HostCopies, SavedSequence
-from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.call import check_apart, keep_apart
+from rawops._runtime.workspace import Workspace
 
 _MAX_BATCHES = 32
 _NAME = "PagedKVCache"

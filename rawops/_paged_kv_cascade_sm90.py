@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rawops import _paged_kv_prefill_sm90 as hopper
 from rawops._paged_kv_pool import DTYPES, Pool
-from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
+from rawops._runtime.workspace import Workspace
 
 MIN_ROWS = 16  # queries x heads of a group, from where it pays that one launch reads both
 _TOKENS, _ROWS = 64, 8  # of a stage, and of a tile of queries

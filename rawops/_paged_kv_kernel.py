@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool
 from rawops._paged_kv_prefill import NO_PARTS, Parts
-from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import checks, dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
+from rawops._runtime.workspace import Workspace
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _LOG2_E = 1.4426950408889634

@@ -14,9 +14,9 @@ from rawops._attention_merge import merge_parts
 from rawops._attention_operands import access_of
 from rawops._attention_sm90 import View
 from rawops._paged_kv_pool import DTYPES, Pool
-from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import KernelSpec, ParamStruct
+from rawops._runtime.workspace import Workspace
 
 _MIN_ROWS = 64  # queries x heads of a group, on average, from where a tile of them is worth while
 _MIN_SMS = 0.5  # the share of SMs that has to have a block

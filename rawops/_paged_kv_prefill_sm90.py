@@ -11,10 +11,10 @@ from rawops import _attention_config as attention
 from rawops import _attention_sm90 as contiguous
 from rawops._attention_sm90 import View
 from rawops._paged_kv_pool import DTYPES, Pool
-from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import dtypes
 from rawops._runtime.kernel import Function, KernelSpec
 from rawops._runtime.tensormap import TensorMap
+from rawops._runtime.workspace import Workspace
 
 _GROUP = 8  # rows that are copied together: the swizzle repeats after as many
 _ROWS = 64  # of a consumer

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from rawops._rowwise_layout import (
     CLUSTERS,
@@ -13,7 +16,9 @@ from rawops._rowwise_layout import (
     TEAMS,
     Dense,
     Rows,
+    View,
     array_fields,
+    parts_of,
     rows_of,
     team_of,
     width_of,
@@ -21,11 +26,13 @@ from rawops._rowwise_layout import (
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.call import Op, keep_apart
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
+from rawops._runtime.workspace import workspace_of_stream
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 WIDTHS = (1, 2, 4, 8)  # columns that a thread moves as one
 ACTIVATIONS = {"gelu": 2, "gelu_tanh": 3, "silu": 4, "swiglu": 5}  # Activation in epilogue.cuh
 _ACTIVATION_THREADS = 256
+_MANY_GROUPS = 2**14  # an SM
 _LEAST_THREADS = 128  # of a block, see RowTeam in rows.cuh
 
 
@@ -78,7 +85,7 @@ SOFTMAX = spec_of(
 )
 SUM = spec_of(
     "sum",
-    array_fields("x", "out"),
+    {**array_fields("x", "out"), "span": "int32"},
     {"dtype": DTYPES, "out_dtype": DTYPES, "access": WIDTHS, "team": TEAMS, "cluster": CLUSTERS},
     (
         ("float16", "float32", 8, 512, 1),
@@ -91,8 +98,8 @@ SUM = spec_of(
 ACTIVATION = spec_of(
     "activation",
     {**array_fields("x", "out"), "columns": "int64", "up": "int64"},
-    {"dtype": DTYPES, "width": WIDTHS, "activation": tuple(ACTIVATIONS.values())},
-    (("float16", 8, 5), ("bfloat16", 8, 4), ("float32", 4, 2), ("float32", 1, 3), ("float64", 2, 5)),
+    {"dtype": DTYPES, "width": WIDTHS, "groups": (1, 2), "activation": tuple(ACTIVATIONS.values())},
+    (("float16", 8, 2, 5), ("bfloat16", 8, 1, 4), ("float32", 4, 2, 2), ("float32", 1, 1, 3), ("float64", 2, 2, 5)),
 )
 
 
@@ -131,7 +138,14 @@ def run(op: Op, function: str, operands: tuple, options: tuple) -> tuple:
 
 
 def launch_of(
-    kernel: Function, grid: int, threads: int, spec: KernelSpec, rows: Rows, places: dict[str, int], **numbers
+    kernel: Function,
+    grid: int,
+    threads: int,
+    spec: KernelSpec,
+    rows: Rows,
+    places: dict[str, int],
+    parts: int = 1,
+    **numbers,
 ) -> Callable[[list], None]:
     """Return what launches a kernel on the addresses of operands.
 
@@ -139,6 +153,8 @@ def launch_of(
     ----------
     places : dict
         The number of the operand by the name of the pointer; those of the arrays that `rows` has come first, in order.
+    parts : int
+        How often the grid is there, for parts of rows.
     **numbers
         Further fields.
     """
@@ -154,7 +170,7 @@ def launch_of(
             for slot, operand, i in slots:
                 address = addresses[operand]
                 values[slot] = address and address + (offsets[i] if i < len(offsets) else 0)
-            kernel.launch((grid, 1, 1), (threads, 1, 1), (spec.params.pack(*values),), early=True)
+            kernel.launch((grid, parts, 1), (threads, 1, 1), (spec.params.pack(*values),), early=True)
 
     return launch
 
@@ -278,9 +294,43 @@ def _prepare_sum(function: str, operands: tuple, addresses: list, options: tuple
         return Plan(device, apart, (None, result), None)
     rows = rows_of(function, ("x", "out"), (x, target), addresses, x.shape[:-1])
     access = width_of(rows.views[:1], x.dtype.itemsize, x.shape[-1])
-    choices = {"dtype": dtype, "out_dtype": dtypes.name(target.dtype)}
-    launch = team_launch(device, SUM, rows, x.shape[-1], access, {"x": 0, "out": 1}, choices)
+    launch = _sum_launch(device, rows, x.shape[-1], access, dtype, dtypes.name(target.dtype))
     return Plan(device, apart, (None, result), launch)
+
+
+def _sum_launch(device, rows: Rows, cols: int, access: int, dtype: str, out_dtype: str) -> Callable[[list], None]:
+    """Return what sums rows: few long ones in parts, whose sums a second launch adds up."""
+    per_group = 16 // rows.views[0].itemsize
+    groups = -(-cols // per_group)
+    wanted = parts_of(groups, rows.count * len(rows.outer), device)
+    if wanted == 1:
+        choices, places = {"dtype": dtype, "out_dtype": out_dtype}, {"x": 0, "out": 1}
+        return team_launch(device, SUM, rows, cols, access, places, choices, span=cols)
+    span = -(-groups // wanted) * per_group
+    parts = -(-cols // span)
+    held = np.dtype("float64" if dtype == "float64" else "float32")
+    dense = Dense((*rows.extents, -(-parts // 4) * 4), held)
+    view = View(held.itemsize, 16, tuple(s // held.itemsize for s in dense.strides[:-1]), 1)
+    size = math.prod(dense.shape) * held.itemsize
+    offsets = [i * size for i in range(len(rows.outer))]
+    to = Rows(tuple((x, i) for (x, _), i in zip(rows.outer, offsets, strict=True)), rows.extents, (rows.views[0], view))
+    since = Rows(
+        tuple((i, out) for (_, out), i in zip(rows.outer, offsets, strict=True)), rows.extents, (view, rows.views[1])
+    )
+    team = TEAMS[-1]
+    kernel = SUM.kernel(device, dtype=dtype, out_dtype=held.name, access=access, team=team, cluster=1)
+    sum_parts = launch_of(kernel, rows.count, team, SUM, to, {"x": 0, "out": 2}, parts, cols=cols, span=span)
+    choices, width = {"dtype": held.name, "out_dtype": out_dtype}, width_of((view,), held.itemsize, parts)
+    add_up = team_launch(device, SUM, since, parts, width, {"x": 2, "out": 1}, choices, span=parts)
+    floats = size * len(offsets) // 4
+
+    def launch(addresses: list) -> None:
+        workspace = workspace_of_stream(device)
+        addresses = [*addresses, workspace.partial(device, floats)]
+        sum_parts(addresses)
+        add_up(addresses)
+
+    return launch
 
 
 def _prepare_activation(function: str, operands: tuple, addresses: list, options: tuple) -> Plan:
@@ -308,8 +358,11 @@ def _prepare_activation(function: str, operands: tuple, addresses: list, options
     up = shape[-1] * rows.views[0].col if gated else 0
     width = width_of(rows.views, x.dtype.itemsize, up, shape[-1])
     groups = rows.count * (shape[-1] // width)
-    kernel = ACTIVATION.kernel(device, dtype=dtype, width=width, activation=ACTIVATIONS[activation])
-    grid, places = -(-groups // _ACTIVATION_THREADS), {"x": 0, "out": 1}
+    # Two groups a thread where many threads have long to compute: more loads on their way at a time.
+    is_long = activation == "gelu" or (x.dtype.itemsize > 2 and not gated)
+    each = 2 if is_long and groups >= device.sm_count * _MANY_GROUPS else 1
+    kernel = ACTIVATION.kernel(device, dtype=dtype, width=width, groups=each, activation=ACTIVATIONS[activation])
+    grid, places = -(-groups // (_ACTIVATION_THREADS * each)), {"x": 0, "out": 1}
     launch = launch_of(kernel, grid, _ACTIVATION_THREADS, ACTIVATION, rows, places, columns=shape[-1], up=up)
     return Plan(device, apart, (None, result), launch)
 

@@ -15,6 +15,7 @@ TEAMS = (8, 32, 128, 256, 512)  # threads of a block that have one row
 CLUSTERS = (1, 2, 4, 8)  # blocks that have
 GROUPS = (0, 1, 2, 4, 8)  # that a thread holds, 0 for a row that is too long to be held
 _USUAL, _MOST = 4, 8  # groups a thread, where a larger team can have the others, and where none can
+_BLOCKS = 4  # of the largest team, on an SM at a time
 
 ROW_FIELDS = {"rows": "int64", **dict.fromkeys(("extent1", "extent2", "extent3", "cols"), "int32")}
 
@@ -173,3 +174,14 @@ def team_of(groups: int, rows: int, whole: bool, device) -> dict[str, int]:
         cluster = next((c for c in CLUSTERS if c >= wanted), CLUSTERS[-1])
     held = 1 << (-(-groups // (team * cluster)) - 1).bit_length()
     return {"team": team, "cluster": cluster, "groups": held if held <= (_MOST if whole else _USUAL) else 0}
+
+
+def parts_of(groups: int, rows: int, device) -> int:
+    """Return into how many parts a row is cut, with a block for each, where rows alone leave SMs idle.
+
+    `groups` are those of a row, of 16 bytes.
+    """
+    team, cluster = TEAMS[-1], CLUSTERS[-1] if device.capability >= 90 else 1
+    if rows * cluster > device.sm_count or groups < team * cluster * _USUAL:
+        return 1
+    return min(_BLOCKS * device.sm_count // rows, groups // (team * _USUAL))

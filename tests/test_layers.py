@@ -18,7 +18,7 @@ TOP = {"", "__main__", "_demo"}  # "" is rawops/__init__.py, which gathers the p
 RUNTIME = [
     {"custom"},
     {"explain"},
-    {"call", "kernel", "paper"},
+    {"call", "kernel", "paper", "workspace"},
     {"arrays"},
     {"device"},
     {"launches"},

@@ -6,8 +6,8 @@ from paged_pool import DTYPES, NO_PAGE, Paged, attend, close, decode_reference, 
 
 import rawops
 from rawops import config
-from rawops._paged_kv_workspace import Workspace
 from rawops._runtime import arrays
+from rawops._runtime.workspace import Workspace
 from rawops.config import Config
 from rawops.testing.tolerances import assert_close
 

@@ -9,7 +9,7 @@ from paged_pool import Paged, close, decode_reference, forget_plans, queries, ru
 
 import rawops
 from rawops import _paged_kv_attention, _paged_kv_kernel
-from rawops._paged_kv_workspace import Workspace
+from rawops._runtime.workspace import Workspace
 
 LENS = [33, 1, 16, 0]
 

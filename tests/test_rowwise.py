@@ -1,11 +1,14 @@
 """Norms, softmax, gates and sums of rows: formulas in float64, odd widths and views, extremes, results in place."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import rawops
 from rawops import _rowwise_call
+from rawops._rowwise_layout import parts_of
 from rawops.testing import references
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -254,6 +257,60 @@ def test_rows_longer_than_a_block_holds(device, rng):
 @pytest.mark.parametrize("cols", [9000, 20001])
 def test_rows_of_a_cluster(hopper, rng, cols):
     check_long_rows(hopper, rng, cols)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=str)
+def test_sums_of_parts(device, rng, monkeypatch, dtype):
+    """Rows cut into parts: ragged ones, views, axes that take several launches; nothing is written beside results."""
+    monkeypatch.setattr(_rowwise_call, "parts_of", lambda *_: 5)
+    for cols in (41, 64, 1003):
+        host = np.full((5, cols), np.nan).astype(dtype)
+        host[1:4] = rng.integers(-3, 4, (3, cols))
+        x, out = device.put(host)[1:4], device.guarded((3, 2), dtype)
+        rawops.row_sum(x, out=out[:, 0])
+        np.testing.assert_array_equal(device.get(out)[:, 0], host[1:4].sum(-1, dtype=np.float64))
+        assert np.isnan(device.get(out)[:, 1]).all()
+        np.testing.assert_array_equal(device.get(rawops.row_sum(x[:, 1:])), host[1:4, 1:].sum(-1, dtype=np.float64))
+    deep = rng.integers(-3, 4, (3,) * 6 + (90,)).astype(dtype)
+    view = deep[::2, ::2, ::2, ::2, ::2, ::2, ::-1]
+    got = rawops.row_sum(device.put(deep)[::2, ::2, ::2, ::2, ::2, ::2, ::-1])
+    np.testing.assert_array_equal(device.get(got), view.sum(-1, dtype=np.float64))
+
+
+def test_parts_are_for_few_long_rows():
+    ampere, hopper = SimpleNamespace(capability=80, sm_count=108), SimpleNamespace(capability=90, sm_count=132)
+    assert parts_of(2**20, 7, hopper) == 75 and parts_of(2**14, 1, hopper) == 8
+    assert parts_of(2**14 - 1, 1, hopper) == parts_of(2**20, 17, hopper) == 1
+    assert parts_of(2**12, 108, ampere) == 2 and parts_of(2**11 - 1, 1, ampere) == parts_of(2**20, 109, ampere) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=str)
+def test_two_groups_a_thread(device, rng, monkeypatch, dtype):
+    """As many entries are computed have the bits of few: one row and several, past the groups of a block."""
+    flat = device.put(rng.standard_normal(12000).astype(dtype))
+    views = [flat[:size] for size in (8, 2056, 4096, 4104, 12000)] + [flat[:11600].reshape(40, 290)[:, :288]]
+    want = [device.get(rawops.gelu(x)) for x in views]
+    monkeypatch.setattr(_rowwise_call, "_MANY_GROUPS", 0)
+    monkeypatch.setattr(rawops.rowwise.OPS["activation"], "_plans", {})
+    monkeypatch.setattr(rawops.rowwise.OPS["activation"], "_last", (None,) * 4)
+    for x, few in zip(views, want, strict=True):
+        out = device.guarded(x.shape, dtype)
+        rawops.gelu(x, out=out)
+        np.testing.assert_array_equal(device.get(out), few)
+
+
+def test_gelu_of_float32(device):
+    """Within 1.6 ulp from -1 on and 6 below, to the last normal number; signs and limits."""
+    tiny = np.geomspace(1e-38, 1, 300)
+    x = np.concatenate([np.linspace(-12.9, 6, 3000), tiny, -tiny]).astype(np.float32)
+    want = references.gelu(x.astype(np.float64))
+    ulps = np.abs(device.get(rawops.gelu(device.put(x))) - want) / np.spacing(np.abs(want).astype(np.float32))
+    assert ulps[x > -1].max() < 1.6 and ulps.max() < 6
+    ends = np.array([0.0, -0.0, 1e-40, -np.inf, np.inf, -3e38, 3e38, -14.5, 14.5, np.nan], np.float32)
+    want = np.array([0.0, -0.0, 5e-41, -0.0, np.inf, -0.0, 3e38, -0.0, 14.5, np.nan], np.float32)
+    got = device.get(rawops.gelu(device.put(ends)))
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
 
 
 def test_gates_at_the_extremes(device):

@@ -7,26 +7,7 @@ namespace rawops {
 // The numbers are those of ACTIVATIONS in _gemm_config.py. swiglu takes two halves of the columns, silu(gate) * up.
 enum Activation : int { kIdentity, kRelu, kGelu, kGeluTanh, kSilu, kSwiglu };
 
-// Safe for every value: where exp overflows, x / inf is the right 0. The limit at -inf is taken, 0; NaN stays NaN.
-template <int kActivation, class V> __device__ inline V activate(V x, V up) {
-    if constexpr (kActivation == kIdentity) {
-        return x;
-    } else {
-        x = x < V(-1e4) ? V(-1e4) : x;
-        if constexpr (kActivation == kRelu) return x < V(0) ? V(0) : x;
-        if constexpr (kActivation == kGelu) return x * normcdf(x);
-        if constexpr (kActivation == kGeluTanh) {
-            // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative u.
-            const V twice_u = V(1.5957691216057308) * (x + V(0.044715) * x * x * x);
-            return x / (V(1) + exp(-twice_u));
-        }
-        const V silu = x / (V(1) + exp(-x));
-        return kActivation == kSwiglu ? silu * up : silu;
-    }
-}
-
-// The same with the approximations of the special function unit, to about 5e-6, for what comes from 16 bits: a division
-// and exp take several times as long as a product leaves for its epilogue.
+// The approximations of the special function unit, right to an ulp or two, which take what is below 2^-126 as 0.
 __device__ inline float approximate_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -37,6 +18,61 @@ __device__ inline float approximate_reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// x * Phi(x), Phi the distribution function of the normal distribution, to 1.5 ulp from -1 on and to 5.5 below, of
+// results from 2^-126 on; docs/rowwise.md has the errors. Both ranges are computed: no thread waits for another.
+__device__ inline float exact_gelu(float x) {
+    const float size = fminf(fabsf(x), 15), half_size = 0.5f * size, square = half_size * size;  // x * x / 2
+    // Near 0: x / 2 + x * x / sqrt(2 pi), and a polynomial for the rest.
+    float rest = -0.000427459163f;
+    rest = rest * square + 0.00353711564f;
+    rest = rest * square - 0.018930804f;
+    rest = rest * square + 0.0797758251f;
+    rest = rest * square - 0.265960813f;
+    const float near = fmaf(x, fmaf(x, 0.398942292f, 0.5f), square * square * rest);
+    // Else the tail, which is exp(-x * x / 2) times a smooth function of x: of 1 / (|x| + 2.25) here.
+    const float t = approximate_reciprocal(size + 2.25f);
+    float tail = -72.5591965f;
+    tail = tail * t + 91.6570816f;
+    tail = tail * t - 31.7959614f;
+    tail = tail * t - 1.14115739f;
+    tail = tail * t - 2.12744641f;
+    tail = tail * t - 0.382144153f;
+    tail = tail * t - 0.000420157186f;
+    tail = tail * t + 0.39894563f;
+    // What the rounded exponent of 2 lacks of x * x / 2, of which `square` is the larger part.
+    const float exponent = square * -1.44269502f;
+    const float lacking = fmaf(half_size, size, -square) + fmaf(exponent, 0.693147182f, square);
+    const float power = approximate_exp2(exponent);
+    const float far = fmaf(-tail, fmaf(-power, lacking, power), fmaxf(x, -0.0f));
+    return fabsf(x) >= 1.25f ? far : near;  // NaN is near
+}
+__device__ inline double exact_gelu(double x) {
+    x = x < -1e4 ? -1e4 : x;
+    return x * normcdf(x);
+}
+
+// Safe for every value: where exp overflows, x / inf is the right 0. The limit at -inf is taken, 0; NaN stays NaN.
+template <int kActivation, class V> __device__ inline V activate(V x, V up) {
+    if constexpr (kActivation == kIdentity) {
+        return x;
+    } else if constexpr (kActivation == kGelu) {
+        return exact_gelu(x);
+    } else {
+        x = x < V(-1e4) ? V(-1e4) : x;
+        if constexpr (kActivation == kRelu) return x < V(0) ? V(0) : x;
+        if constexpr (kActivation == kGeluTanh) {
+            // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative u.
+            const V twice_u = V(1.5957691216057308) * (x + V(0.044715) * x * x * x);
+            return x / (V(1) + exp(-twice_u));
+        }
+        const V silu = x / (V(1) + exp(-x));
+        return kActivation == kSwiglu ? silu * up : silu;
+    }
+}
+
+// The same to about 5e-6, for what comes from 16 bits: a division and exp take several times as long as a product
+// leaves for its epilogue.
 template <int kActivation> __device__ inline float activate_approximately(float x, float up) {
     constexpr float kLog2E = 1.4426950408889634f;
     if constexpr (kActivation == kIdentity || kActivation == kRelu) return activate<kActivation>(x, up);

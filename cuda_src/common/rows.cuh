@@ -50,6 +50,23 @@ struct RowArray {
     }
 };
 
+// Writes to global memory at once: the compiler takes a vector apart where it has each entry to itself.
+template <class Piece> __device__ inline void store_whole(Piece* to, const Piece& piece) {
+    if constexpr (sizeof(Piece) == 16) {
+        uint4 words;
+        memcpy(&words, &piece, 16);
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+                     "r"(words.w)
+                     : "memory");
+    } else if constexpr (sizeof(Piece) == 8) {
+        uint2 words;
+        memcpy(&words, &piece, 8);
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
+    } else {
+        *to = piece;
+    }
+}
+
 // WIDTH neighbours as they lie in memory, ACCESS of them at a time: more than one take a column stride of 1 and
 // addresses on multiples of their size, or of 16 bytes. Where ACCESS is not WIDTH, some may be missing at the end, with
 // zeros instead.
@@ -70,7 +87,7 @@ template <class T, int WIDTH, int ACCESS = WIDTH> struct Columns {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
             if (ACCESS == WIDTH || i * PIECE < count) {
-                *reinterpret_cast<Vector<T, PIECE>*>(to + i * PIECE * col) = piece[i];
+                store_whole(reinterpret_cast<Vector<T, PIECE>*>(to + i * PIECE * col), piece[i]);
             }
         }
     }
