@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 30  # later than any tick: "has done nothing there is to see"
 
-# A stamp is time << 32 | flags | lane. Stamp 0 is "never".
-_LANE = np.uint64(0xFFFFFF)
-_ENGINE = np.uint64(1 << 24)  # made by a copy engine on behalf of the lane
-_STRONG = np.uint64(1 << 25)  # atomic, volatile, relaxed, acquire or release
+# A stamp is time << 32 | strong | author. The author is a lane, or a copy engine on behalf of one: see `Clocks.engine`.
+# Stamp 0 is "never".
+_STRONG = np.uint64(1 << 31)  # atomic, volatile, relaxed, acquire or release
 _SHIFT = np.uint64(32)
+_WHOLE = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
 _PENDING = np.uint64(0x7FFFFFFF << 32)  # time of a copy that has been issued and not waited for
 
@@ -35,6 +35,15 @@ class Clocks:
     (TMA). Agent numbers are ``block * (W + 1) + warp_in_block``; a column is the agent's place in its
     cluster. An agent's own column holds the time of its last warp-level synchronisation, which is what
     orders different lanes of a warp.
+
+    Attributes
+    ----------
+    bounds : ndarray of uint64
+        `seen` as the largest stamps of those times.
+    on_behalf : uint64
+        What the author of a copy engine's access is above the lane that it is for: a power of two above all lanes.
+    author_columns : ndarray of intp
+        The column of each author.
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -49,6 +58,11 @@ class Clocks:
         columns = np.arange(self.columns)
         self._own_block = (columns // self.per_block) == (self.column(agents) // self.per_block)[:, None]
         self.seen = np.zeros((len(agents), self.columns), np.int64)
+        self.bounds = np.zeros(self.seen.shape, np.uint64)
+        self.on_behalf = np.uint64(1 << ctx.L.bit_length())
+        self.author_columns = np.zeros(2 * int(self.on_behalf), np.intp)
+        self.author_columns[: ctx.L] = self.column_of
+        self.author_columns[int(self.on_behalf) :][: ctx.L] = self.column(self.engine(ctx.block_of))
         self.limit = np.zeros(len(agents), np.uint64)
         self.lowest = np.uint64(0)
         self.fenced = np.zeros(len(agents), np.int64)
@@ -145,9 +159,10 @@ class Clocks:
     def _refresh(self, rows: slice | np.ndarray) -> None:
         """Recompute the limits: stamps up to `limit[agent]` are ordered before it whoever made them."""
         seen = self.seen[rows]
+        self.bounds[rows] = (seen.view(np.uint64) << _SHIFT) | _WHOLE
         if not self.foreign and self.columns > self.per_block:
             seen = np.where(self._own_block[rows], seen, _NEVER)
-        self.limit[rows] = (seen.min(axis=1).astype(np.uint64) << np.uint64(32)) | np.uint64(0xFFFFFFFF)
+        self.limit[rows] = (seen.min(axis=1).astype(np.uint64) << _SHIFT) | _WHOLE
         self.lowest = self.limit[self._is_warp].min()
 
 
@@ -167,6 +182,7 @@ class Shadow:
         self._last_read = np.zeros_like(self._writes)
         self._reads = np.zeros((clocks.columns, nbytes // granule), np.uint64)
         self._lane = np.arange(ctx.L, dtype=np.uint64)
+        self._engine, self._authors = clocks.on_behalf, np.uint64(2 * int(clocks.on_behalf) - 1)
         self._published: dict[int, np.ndarray] = {}
 
     def reset(self) -> None:
@@ -174,8 +190,11 @@ class Shadow:
         self._writes[:] = 0
         self._published.clear()
 
-    def read(self, index: np.ndarray, size: int, owners: np.ndarray, strong: bool) -> None:
-        """Lanes read the elements `index` of `size` bytes: refuse what is unwritten or unordered."""
+    def read(self, index: np.ndarray, size: int, owners: np.ndarray, strong: bool, cross_proxy: bool = False) -> None:
+        """Lanes read the elements `index` of `size` bytes: refuse what is unwritten or unordered.
+
+        With `cross_proxy` a copy engine or wgmma reads for them: refuse what its writer has not fenced since, too.
+        """
         clocks = self._clocks
         index, k = self._rows(index, size)
         if strong and self._published:
@@ -184,6 +203,8 @@ class Shadow:
         # One unsigned comparison: 0 (never written) wraps round to the largest value.
         if not (stamps - _ONE < clocks.lowest).all():
             self._examine(stamps.reshape(-1, k), owners, strong, "read")
+        if cross_proxy:
+            self._refuse_unfenced(stamps.ravel(), owners, k)
         stamp = self._stamp(owners, strong, k)
         rows = clocks.column_of.take(owners) * (len(self._writes) // k) + index
         _wide(self._reads.ravel(), k)[rows] = stamp
@@ -212,13 +233,12 @@ class Shadow:
         lost = view.take(index, axis=0) != stamp
         return lost if k == 1 else lost[:, 0]
 
-    def cross_proxy(self, index: np.ndarray, size: int, owners: np.ndarray) -> None:
-        """Copy engines or wgmma read for the owners: refuse what its writer has not fenced since."""
-        index, k = self._rows(index, size)
-        stamps = _wide(self._writes, k).take(index, axis=0).ravel()
-        lanes = (stamps & _LANE).astype(np.intp)
+    def _refuse_unfenced(self, stamps: np.ndarray, owners: np.ndarray, k: int) -> None:
+        if np.bitwise_and.reduce(stamps) & self._engine:
+            return  # all of it was brought by engines
+        lanes = self._lanes(stamps)
         unfenced = (stamps >> _SHIFT).astype(np.int64) > self._clocks.proxy_fenced(lanes)
-        unfenced &= (stamps & _ENGINE) == 0
+        unfenced &= (stamps & self._engine) == 0
         if unfenced.any():
             at = np.flatnonzero(unfenced)[0]
             place = self._clocks.place(int(stamps[at] >> _SHIFT))
@@ -243,7 +263,7 @@ class Shadow:
         if engine:
             self._clocks.act(self._clocks.engine(np.unique(self._ctx.block_of[owners])))
         stamp = self._stamp(owners, False, k)
-        _wide(self._writes, k)[index] = stamp | _ENGINE if engine else stamp
+        _wide(self._writes, k)[index] = stamp | self._engine if engine else stamp
 
     def _rows(self, index: np.ndarray, size: int) -> tuple[np.ndarray, int]:
         """Element indices as rows of k granules each; an access smaller than a granule counts as one."""
@@ -276,20 +296,19 @@ class Shadow:
     def _examine(self, stamps: np.ndarray, owners: np.ndarray, strong: bool, access: str) -> None:
         """Look closely at earlier writes that are not ordered for everybody."""
         clocks = self._clocks
-        limit = clocks.limit.take(clocks.agent_of.take(owners))[:, None]
-        row, col = np.nonzero(stamps - _ONE >= limit if access == "read" else stamps > limit)
-        if not len(row):
+        columns = clocks.author_columns.take((stamps & self._authors).view(np.int64))
+        columns += (clocks.agent_of.take(owners) * clocks.columns)[:, None]
+        bounds = clocks.bounds.take(columns)  # of each lane for each author
+        ordered = stamps - _ONE < bounds if access == "read" else stamps <= bounds
+        if ordered.all():
             return
+        row, col = np.nonzero(~ordered)
         stamps, owners = stamps[row, col], owners[row]
         if access == "read":
             self._refuse_unwritten(stamps, owners)
         elif (stamps >= _PENDING).any():
             self._report(stamps, owners, np.flatnonzero(stamps >= _PENDING)[0], access, "a pending copy by")
-        lane = (stamps & _LANE).astype(np.intp)
-        engine = (stamps & _ENGINE) != 0
-        writer = np.where(engine, clocks.engine(self._ctx.block_of[lane]), clocks.agent_of[lane])
-        seen = clocks.seen[clocks.agent_of[owners], clocks.column(writer)]
-        ordered = ((stamps >> _SHIFT).astype(np.int64) <= seen) | ((lane == owners) & ~engine)
+        ordered = (stamps & self._authors).view(np.int64) == owners  # and no engine's
         if strong:
             ordered |= (stamps & _STRONG) != 0
         if not ordered.all():
@@ -311,10 +330,13 @@ class Shadow:
         if not len(row):
             return
         owners = owners[row]
-        reads = self._reads[:, index[row] * stamps.shape[1] + col]  # (columns, accesses)
+        reads = self._reads.take(index[row] * stamps.shape[1] + col, axis=1)  # (columns, accesses)
         agents = clocks.agent_of[owners]
-        ordered = (reads >> _SHIFT).astype(np.int64) <= clocks.seen[agents].T
-        ordered |= (reads & _LANE).astype(np.intp) == owners
+        one = agents[:1] if (agents == agents[0]).all() else agents
+        ordered = reads <= clocks.bounds[one].T
+        if ordered.all():
+            return
+        ordered |= self._lanes(reads) == owners
         if strong:
             ordered |= (reads & _STRONG) != 0
         if not ordered.all():
@@ -324,7 +346,7 @@ class Shadow:
     def _report(self, stamps: np.ndarray, owners: np.ndarray, at: int, access: str, what: str) -> None:
         """Raise the race of `owners[at]` with the access that made `stamps[at]`."""
         ctx, stamp = self._ctx, int(stamps[at])
-        time, lane = stamp >> 32, stamp & int(_LANE)
+        time, lane = stamp >> 32, int(self._lanes(stamps[at]))
         place = f" at {self._clocks.place(time)}" if time <= self._clocks.now else ""
         raise ctx.error(
             RaceError,
@@ -351,6 +373,10 @@ class Shadow:
             learned = self._published.get(key)
             if learned is not None:
                 clocks.acquire(np.unique(agents[granules == key]), learned)
+
+    def _lanes(self, stamps: np.ndarray) -> np.ndarray:
+        """The lanes that made the accesses, or had engines make them."""
+        return (stamps & (self._engine - _ONE)).astype(np.intp)
 
 
 def _wide(granules: np.ndarray, k: int) -> np.ndarray:

@@ -237,8 +237,7 @@ def _conflicts(ctx: Context, relative: np.ndarray, size: int, owners: np.ndarray
     words = words[fresh]
     phase = (words >> np.uint64(_KEY_SHIFT)).astype(np.intp)
     bank = (words & np.uint64(31)).astype(np.intp)
-    load = np.bincount(phase * 32 + bank).astype(np.int64)
-    load = np.pad(load, (0, -len(load) % 32)).reshape(-1, 32).max(axis=1)
+    load = np.bincount(phase * 32 + bank, minlength=32 * (int(phase[-1]) + 1)).reshape(-1, 32).max(axis=1)
     warps = phase * phase_lanes // 32  # ascending
     requests = 1 + int(np.count_nonzero(warps[1:] != warps[:-1]))
     return requests, int(np.maximum(load - 1, 0).sum())

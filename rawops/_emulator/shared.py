@@ -109,8 +109,7 @@ class SharedSpace(Space):
         """What a copy engine or wgmma reads for the owners: no bank traffic, but a proxy to fence for."""
         index = self.index(addresses, size, owners)
         if self._shadow is not None:
-            self._shadow.read(index, size, owners, False)
-            self._shadow.cross_proxy(index, size, owners)
+            self._shadow.read(index, size, owners, False, cross_proxy=True)
         return self._views[size].take(index)
 
     def peek(self, addresses: np.ndarray, size: int, owners: np.ndarray) -> np.ndarray:
