@@ -69,4 +69,43 @@ __global__ void __launch_bounds__(256) gemm_repack_transposed(const __grid_const
     });
 }
 
+// Transposes 4 x 4 bytes: byte i of each word comes to word i.
+__device__ inline void transpose_bytes(uint32_t (&w)[4]) {
+    const uint32_t upper[2] = {__byte_perm(w[0], w[1], 0x5140), __byte_perm(w[0], w[1], 0x7362)};
+    const uint32_t lower[2] = {__byte_perm(w[2], w[3], 0x5140), __byte_perm(w[2], w[3], 0x7362)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = __byte_perm(upper[i / 2], lower[i / 2], i % 2 ? 0x7632 : 0x5410);
+}
+
+// The same of bytes whose columns begin on words and are whole ones: tiles of 128 x 128, four entries at a time.
+__global__ void __launch_bounds__(256) gemm_repack_bytes(const __grid_constant__ RepackParams p) {
+    constexpr int SIDE = 128, WARPS = 8, PASSES = SIDE / (4 * WARPS);
+    __shared__ uint32_t tile[SIDE][SIDE / 4];  // word i of row r is at i ^ r / 4: lanes meet all banks, either way
+    const int tiles = ceil_div(p.cols, SIDE), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = int(blockIdx.x / tiles) * SIDE, col = int(blockIdx.x % tiles) * SIDE;
+    const int end = ceil_div(p.cols, 16) * 16;
+    for_each_matrix<unsigned char>(p, [&](const unsigned char* source, unsigned char* target) {
+        uint32_t words[PASSES][4];
+#pragma unroll
+        for (int i = 0; i < PASSES * 4; ++i) {
+            const int r = row + lane * 4, c = col + (i / 4 * WARPS + warp) * 4 + i % 4;
+            const bool exists = r < p.rows && c < p.cols;
+            words[i / 4][i % 4] = exists ? *reinterpret_cast<const uint32_t*>(source + r + c * p.col) : 0;
+        }
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            transpose_bytes(words[pass]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) tile[lane * 4 + i][(pass * WARPS + warp) ^ lane] = words[pass][i];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int r = warp; r < SIDE; r += WARPS) {
+            if (row + r >= p.rows || col + lane * 4 >= end) continue;
+            *reinterpret_cast<uint32_t*>(target + (row + r) * p.target_row + col + lane * 4) = tile[r][lane ^ r / 4];
+        }
+        __syncthreads();
+    });
+}
+
 }  // namespace rawops

@@ -10,7 +10,7 @@ from rawops import _gemm_sm90
 from rawops._gemm_operands import ROLES, Operand
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 
-_THREADS, _SIDE = 256, 64  # of gemm_repack.cu
+_THREADS, _SIDE, _SIDE_OF_BYTES = 256, 64, 128  # of gemm_repack.cu
 _MAX_GRID_Z = 65535
 # Operations that a copy must spare for every byte that it moves. On an H200 a product of 2-byte accesses runs at
 # 74 TFLOP/s, one of 8-byte accesses at 400, one through TMA at 650, and a copy moves 3.5 TB/s; elsewhere it is alike.
@@ -37,6 +37,9 @@ _SPECS = {
     )
     for transposes in (False, True)
 }
+_BYTES = KernelSpec(
+    source="gemm_repack.cu", entry="rawops::gemm_repack_bytes", template=(), choices={}, smoke=({},), params=_PARAMS
+)
 
 
 def pays(operations: int, access: int, copied_bytes: int, kind: str = "") -> bool:
@@ -149,9 +152,16 @@ def _copy(device, x: Operand, sizes: tuple, strides: tuple, k_major: bool, exten
     pitch = -(-cols // unit) * unit
     extents = _distinct(x, extents)
     transposes = row == 1 and col != 1 and rows > 1
-    blocks = -(-rows // _SIDE) * -(-cols // _SIDE) if transposes else -(-rows * (pitch // width) // _THREADS)
+    in_words = x.itemsize == 1 and all(n % 4 == 0 for n in (x.alignment, rows, col, *x.batch))
+    if transposes:
+        side = _SIDE_OF_BYTES if in_words else _SIDE
+        blocks = -(-rows // side) * -(-cols // side)
+    else:
+        blocks = -(-rows * (pitch // width) // _THREADS)
+    of_bytes = transposes and in_words
+    kernel = _BYTES.kernel(device) if of_bytes else _SPECS[transposes].kernel(device, bytes=x.itemsize)
     copy = Copy(
-        kernel=_SPECS[transposes].kernel(device, bytes=x.itemsize),
+        kernel=kernel,
         grid=(blocks, 1, min(math.prod(extents), _MAX_GRID_Z)),
         numbers=(row, col, *x.batch, pitch, rows, cols, *extents),
         offset=offset,

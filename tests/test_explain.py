@@ -137,7 +137,7 @@ def test_gemm_on_another_card(capsys):
         (["--groups", "5"], "gemm_grouped_sm90", "Hopper's kernel: "),
         (["--groups", "5", "--layout", "tn"], "gemm_grouped_sm80", "Groups begin at any row"),
         (["--dtype", "float8_e4m3fn"], "gemm_8bit_sm90<", "Hopper's kernel: "),
-        (["--dtype", "int8", "--layout", "nn"], "gemm_repack_transposed<1>", "others are copied first"),
+        (["--dtype", "int8", "--layout", "nn"], "gemm_repack_bytes", "others are copied first"),
         (
             ["--dtype", "float8_e5m2", "--precision", "fast", "--gpu", "L40S"],
             "gemm_8bit_sm80<",

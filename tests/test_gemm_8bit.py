@@ -66,6 +66,19 @@ def same(device, got, want) -> None:
 # --- products -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rows", [132, 130])
+def test_operands_across_k(device, rng, rows):
+    """Transposed first: four bytes at a time where these begin on words and are whole ones, else one by one."""
+    a, b = integers(rng, (2, rows, 135), E4M3), integers(rng, (135, 132), E4M3)
+    out = device.guarded((2, rows, 132), FLOAT32)
+    gemm(laid_out(device, a, "col"), laid_out(device, b, "row"), out=out)
+    np.testing.assert_array_equal(device.get(out), exact(a, b))
+    if device.xp is np:
+        copies = [launch.kernel for launch in device.report if "repack" in launch.kernel]
+        first = "gemm_repack_bytes" if rows % 4 == 0 else "gemm_repack_transposed<1>"
+        assert copies == [f"rawops::{first}", "rawops::gemm_repack_bytes"]
+
+
 @pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.parametrize("layouts", [("row", "col"), ("odd", "row"), ("col", "odd")], ids="-".join)
 def test_sizes_and_layouts(device, rng, dtypes, layouts):
