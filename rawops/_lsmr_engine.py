@@ -18,6 +18,7 @@ from rawops._lsmr_basis import Basis
 from rawops._lsmr_kernels import BEGIN, MOST_PARTIALS, SCALARS, SHORT, UPDATE, Pair, Vectors
 from rawops._lsmr_operators import EmptyProduct
 from rawops._lsmr_small import Small
+from rawops._runtime.held import hold
 
 # Where things lie in LsmrState of common/lsmr_state.cuh, in float64 numbers.
 _STATE, _NOW, _NEXT = 81, 5, 43
@@ -302,7 +303,7 @@ class _Reader:
                 copies.append(np.frombuffer(memory, source.dtype, source.size).reshape(source.shape))
             self._slots.append((cupy.cuda.Event(block=False, disable_timing=True), copies))
         self._get_stream, self._copy = cupy.cuda.get_current_stream, cupy.cuda.runtime.memcpyAsync
-        weakref.finalize(self, _hold, self._slots).atexit = False
+        weakref.finalize(self, _hold_all, self._slots).atexit = False
 
     def record(self, with_history: bool) -> int:
         """Have the device copy its state as it is after all that has been launched; return a ticket."""
@@ -321,15 +322,10 @@ class _Reader:
         return copies
 
 
-_on_the_way: dict[int, tuple] = {}  # slots of readers that are gone
-
-
-def _hold(slots: list[tuple]) -> None:
-    """Hold slots until their copies have come: CuPy would give their memory to the next upload at once."""
-    _on_the_way.update((id(slot), slot) for slot in slots)
-    for key, (event, _) in list(_on_the_way.items()):
-        if event.done:
-            _on_the_way.pop(key, None)
+def _hold_all(slots: list[tuple]) -> None:
+    """Hold the slots of a reader that is gone until their copies have come."""
+    for event, copies in slots:
+        hold(event, copies)
 
 
 class _EmulatedReader:

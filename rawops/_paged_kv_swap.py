@@ -9,6 +9,7 @@ import numpy as np
 
 from rawops._paged_kv_allocator import Sequence
 from rawops._paged_kv_batch import copy_to_device
+from rawops._runtime.held import hold
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,10 @@ class SavedSequence:
 
 
 class HostCopies:
-    """Asynchronous copies between pages of a pool and page-locked memory.
-
-    That memory is held until they are done, whoever lets go of it: CuPy would give it to the next upload at once, which
-    writes there before a device that is behind has read it.
-    """
+    """Asynchronous copies between pages of a pool and page-locked memory, which is held until they are done."""
 
     def __init__(self, device) -> None:
         self._device = device
-        self._on_the_way: list[tuple] = []  # events, and what is copied until they have happened
 
     def to_host(self, stored, pages: list[int]) -> np.ndarray:
         """Return these pages of a pool, in a new array."""
@@ -62,7 +58,7 @@ class HostCopies:
 
         event = cupy.cuda.Event(disable_timing=True)
         event.record()
-        self._on_the_way = [(e, x) for e, x in self._on_the_way if not e.done] + [(event, data)]
+        hold(event, data)
 
     def _array(self, shape: tuple[int, ...], dtype) -> np.ndarray:
         size = math.prod(shape)

@@ -1,8 +1,6 @@
 """LSMR against SciPy's, and where SciPy has no answer against dense least squares."""
 
 import contextlib
-import types
-import weakref
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from scipy.sparse.linalg import LinearOperator as SciPyOperator
 from scipy.sparse.linalg import lsmr as scipy_lsmr
 
 import rawops
-from rawops import _lsmr_engine, _lsmr_small, _sparse_store
+from rawops import _lsmr_small, _sparse_store
 from rawops._lsmr_engine import Engine, _Reader
 from rawops._sparse_stream import ByStream
 from rawops.testing import has_gpu
@@ -407,18 +405,6 @@ def test_solver_whose_matrix_is_tuned_takes_the_new_kernels(device, rng, monkeyp
     monkeypatch.setattr(_sparse_store, "_elapsed", lambda device, call: 2.0 - isinstance(call.func.__self__, ByStream))
     assert A.tune().matvec.kernel == "stream" and A._num_partials(False) < count
     assert_same(device, solver.solve(device.put(b)), expected)
-
-
-def test_memory_of_copies_is_held_until_they_have_come():
-    event, copies = types.SimpleNamespace(done=False), [np.zeros(3)]
-    kept = weakref.ref(copies[0])
-    _lsmr_engine._hold([(event, copies)])
-    del copies
-    _lsmr_engine._hold([])
-    assert kept() is not None
-    event.done = True
-    _lsmr_engine._hold([])
-    assert kept() is None
 
 
 @pytest.mark.gpu

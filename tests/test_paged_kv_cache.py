@@ -1,5 +1,7 @@
 """The cache: copy-on-write, out of pages, prefixes, steps, saving, cascades, and what is read."""
 
+import gc
+
 import numpy as np
 import pytest
 from conftest import Device
@@ -457,6 +459,28 @@ def test_host_memory_is_kept_until_it_is_copied(rng):
         loop.check([t])
         loop.free(t)
         del others
+
+
+@pytest.mark.gpu
+def test_host_memory_is_kept_until_it_is_copied_when_the_cache_is_gone(rng):
+    """A copy to the host waits behind a slow launch, and would land in what is uploaded after it."""
+    import cupy
+
+    slow = rawops.Kernel(
+        "__global__ void slow(long long n) { for (auto t = clock64(); clock64() - t < n;) {} }", "slow"
+    )
+    slow(1, 32, (1,))
+    for _ in range(3):
+        loop = Loop(Device(cupy), rng, num_pages=96)
+        s = loop.add(64)
+        size = loop.cache.save(s).data.nbytes
+        cupy.cuda.Device().synchronize()
+        slow(1, 32, (100_000_000,))
+        loop.cache.save(s)
+        del loop
+        gc.collect()
+        uploaded = [cupy.asarray(np.full(size, 0x41, np.uint8)) for _ in range(3)]
+        assert all((x.get() == 0x41).all() for x in uploaded)
 
 
 @pytest.mark.gpu
