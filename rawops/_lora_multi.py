@@ -104,9 +104,7 @@ class MultiLoRA:
             Usually ``lora_alpha / rank``; an infinity or a NaN reaches the rows of this adapter and no others.
         """
         function = self._load_function
-        if self.max_loras == 0:
-            checks.fail(ValueError, function, "slot", "be one of 0 slots", slot)
-        slot = checks.int_range(function, "slot", slot, 0, self.max_loras - 1)
+        slot = self._checked_slot(function, slot)
         scaling = dtypes.as_float32(checks.number(function, "scaling", scaling))
         pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)
         stack, K = self._stack, self.c.shape[0]
@@ -124,10 +122,15 @@ class MultiLoRA:
 
     def unload(self, slot: int) -> None:
         """Empty a slot, in stream order as `load`; rows with its index then have no adapter."""
-        slot = checks.int_range("MultiLoRA.unload", "slot", slot, 0, self.max_loras - 1)
+        slot = self._checked_slot("MultiLoRA.unload", slot)
         with self._current():
             self._stack.ranks[slot] = 0
         self._loaded.discard(slot)
+
+    def _checked_slot(self, function: str, slot) -> int:
+        if self.max_loras == 0:
+            checks.fail(ValueError, function, "slot", f"be {checks.places(0, 'slots')}", slot)
+        return checks.int_range(function, "slot", slot, 0, self.max_loras - 1)
 
     def __call__(self, x, lora_indices, *, residual=None, out=None):
         """Run on x (..., K) with the adapters in the slots lora_indices (...), int32 on the device, in any order.
@@ -177,7 +180,7 @@ class MultiLoRA:
         checks.dtype("MultiLoRA", "lora_indices", indices, ("int32",))
         for index in sorted({*indices.ravel().tolist()} - {-1}):
             if not 0 <= index < self.max_loras:
-                rule = f"be -1 or between 0 and {self.max_loras - 1}"
+                rule = f"be -1 or {checks.places(self.max_loras, 'slots')}"
                 checks.fail(ValueError, "MultiLoRA", "lora_indices", rule, index)
             if index not in self._loaded:
                 checks.fail(ValueError, "MultiLoRA", "lora_indices", "name slots with an adapter", f"empty {index}")

@@ -195,12 +195,12 @@ def _check_values(function: str, operands: tuple, page_size: int) -> None:
         if position < 0:
             continue
         if not 0 <= row < len(table):
-            rule = f"be between 0 and {len(table) - 1}, a row of block_table"
+            rule = f"be {checks.places(len(table), 'rows')}, a row of block_table"
             checks.fail(ValueError, function, f"sequence_ids[{i}]", rule, int(row))
         if position >= table.shape[1] * page_size:
             rule = f"be below {table.shape[1] * page_size} (max_pages * page_size)"
             checks.fail(ValueError, function, f"positions[{i}]", rule, int(position))
         page = table[row, position // page_size]
         if not 0 <= page < pages.shape[0]:
-            rule = f"hold page ids from 0 to {pages.shape[0] - 1}"
+            rule = f"hold page ids {checks.places(pages.shape[0], 'pages')}"
             checks.fail(ValueError, function, f"block_table[{row}]", rule, int(page))

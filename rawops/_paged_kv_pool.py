@@ -122,7 +122,7 @@ def check_pages(function: str, pages, block_table, seq_lens, cu_seqlens_q, page_
         used = table[b, first // page_size : -(-int(length) // page_size)]
         bad = used[(used < 0) | (used >= pages.shape[0])]
         if bad.size:
-            rule = f"hold page ids from 0 to {pages.shape[0] - 1}"
+            rule = f"hold page ids {checks.places(pages.shape[0], 'pages')}"
             checks.fail(ValueError, function, f"block_table[{b}]", rule, int(bad[0]))
 
 

@@ -176,7 +176,8 @@ def _check_indices(function: str, name: str, x, size: int) -> None:
     if x.size:
         low, high = int(x.min()), int(x.max())
         if low < 0 or high >= size:
-            checks.fail(ValueError, function, name, f"be between 0 and {size - 1}", f"{low} to {high}")
+            rule = f"be {checks.places(size, 'rows' if name == 'row' else 'columns')}"
+            checks.fail(ValueError, function, name, rule, f"{low} to {high}")
 
 
 def pointers(xp, index, size: int):

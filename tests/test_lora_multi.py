@@ -328,6 +328,8 @@ def test_checked_indices(device, rng, monkeypatch):
     for index, text in ((2, "be -1 or between 0 and 1, got 2"), (-2, "between 0 and 1, got -2"), (0, "got empty 0")):
         with pytest.raises(ValueError, match=text):
             op(x, device.put(np.array([1, index, -1], np.int32)))
+    with pytest.raises(ValueError, match="lora_indices must be -1 or among 0 slots, got 1"):
+        MultiLoRA(c, 0, 4)(x, device.put(np.array([1, -1, -1], np.int32)))
     with pytest.raises(TypeError, match="lora_indices must have dtype int32"):
         op(x, device.put(np.array([1, -1, 1])))
     with pytest.raises(ValueError, match="lora_indices must be given"):
@@ -350,7 +352,7 @@ def test_errors(device):
         (TypeError, "MultiLoRA: c must have dtype", lambda: MultiLoRA(zeros(8, 16, dtype="f4"), 2, 4)),
         (ValueError, "MultiLoRA: c must have 2 dim", lambda: MultiLoRA(zeros(2, 8, 16), 2, 4)),
         (ValueError, "MultiLoRA: max_loras must be between 0", lambda: MultiLoRA(c, -1, 4)),
-        (ValueError, "MultiLoRA.load: slot must be one of 0 slots, got 0", lambda: MultiLoRA(c, 0, 4).load(0, x.T, x)),
+        (ValueError, "MultiLoRA.load: slot must be among 0 slots, got 0", lambda: MultiLoRA(c, 0, 4).load(0, x.T, x)),
         (TypeError, "MultiLoRA: max_rank must be an integer", lambda: MultiLoRA(c, 1, 4.0)),
         (ValueError, "MultiLoRA: activation must be", lambda: MultiLoRA(c, 1, 4, activation="tanh")),
         (ValueError, "MultiLoRA: c must have an even", lambda: MultiLoRA(c[:, :7], 1, 4, activation="swiglu")),
@@ -361,7 +363,8 @@ def test_errors(device):
         (ValueError, "MultiLoRA: slices must be between 0 and 16", lambda: MultiLoRA(c, 1, 4, slices=[(0, 17)])),
         (ValueError, "MultiLoRA: slices must start before", lambda: MultiLoRA(c, 1, 4, slices=[(9, 8)])),
         (ValueError, "MultiLoRA.load: slot must be between 0 and 1", lambda: op.load(2, zeros(8, 4), zeros(4, 16))),
-        (ValueError, "MultiLoRA.unload: slot must be", lambda: op.unload(-1)),
+        (ValueError, "MultiLoRA.unload: slot must be between 0 and 1, got -1", lambda: op.unload(-1)),
+        (ValueError, "MultiLoRA.unload: slot must be among 0 slots, got 0", lambda: MultiLoRA(c, 0, 4).unload(0)),
         (ValueError, "MultiLoRA.load: a must have shape (8, 4)", lambda: op.load(0, zeros(4, 4), zeros(4, 16))),
         (ValueError, "MultiLoRA.load: b must have shape (4, 16)", lambda: op.load(0, zeros(8, 4), zeros(16, 4))),
         (ValueError, "MultiLoRA.load: a must have at most 4", lambda: op.load(0, zeros(8, 5), zeros(5, 16))),

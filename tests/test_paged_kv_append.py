@@ -146,10 +146,14 @@ def test_values_are_checked_on_request(device, rng, monkeypatch):
 
     with pytest.raises(ValueError, match=r"positions\[1\] must be below 32 .*, got 32"):
         append([[0, 1], [2, 3]], [3, 32])
-    with pytest.raises(ValueError, match=r"block_table\[1\] must hold page ids from 0 to 3, got 4"):
+    with pytest.raises(ValueError, match=r"block_table\[1\] must hold page ids between 0 and 3, got 4"):
         append([[0, 1], [2, 4]], [3, 31])
     with pytest.raises(ValueError, match=r"sequence_ids\[0\] must be between 0 and 1, .* got 2"):
         append([[0, 1], [2, 3]], [3, 31], [2, 0])
+    with pytest.raises(ValueError, match=r"sequence_ids\[0\] must be among 0 rows, a row of block_table, got 0"):
+        append(np.zeros((0, 2)), [3, 31], [0, 0])
+    with pytest.raises(ValueError, match=r"block_table\[0\] must hold page ids among 0 pages, got 0"):
+        rawops.append_paged_kv(k, v, pages[:0], *(device.put(np.zeros(n, np.int32)) for n in ((2, 2), 2)))
     same(device.get(pages), before)
     append([[0, 1], [2, 3]], [-1, -7])
     same(device.get(pages), before)

@@ -524,6 +524,8 @@ def test_construction_is_checked(device):
     assert not emu.report
     with pytest.raises(ValueError, match="row must be between 0 and 1"):
         SparseMatrix.from_coo(arrays[0], device.put(np.array([0, 1, 2])), arrays[1], (2, 3))
+    with pytest.raises(ValueError, match="col must be among 0 columns"):
+        SparseMatrix.from_coo(arrays[0], device.put(np.array([0, 1, 1])), arrays[1], (2, 0))
     with pytest.raises(TypeError, match="sparse matrix"):
         SparseMatrix.from_scipy(np.eye(3))
 

@@ -55,6 +55,11 @@ def int_range(function: str, argument: str, value, low: int, high: int, hint: st
     return int(value)
 
 
+def places(count: int, things: str) -> str:
+    """Return in words which numbers count things from 0 on, for a rule; of none there is no last one."""
+    return f"between 0 and {count - 1}" if count else f"among 0 {things}"
+
+
 def number(function: str, argument: str, value) -> float:
     """Return a Python or NumPy real scalar as a float."""
     if not isinstance(value, numbers.Real) or isinstance(value, np.ndarray):
