@@ -140,6 +140,8 @@ def gemm(
     by side along N, on 16-byte boundaries, they are fastest. Weights are not rounded to a's dtype: a group's products
     with q - zero are exact, added up in float32, and scaled in float32.
     """
+    if deterministic is not False:
+        checks.flag("gemm", "deterministic", deterministic)
     packed_alpha, packed_beta = scalars("gemm", alpha, beta, c, a)
     if packed_beta == ZERO:
         c = None
@@ -221,6 +223,8 @@ def grouped_gemm(
     Fastest where `a` is row-major, as tokens are: groups begin at any row, which a column-major `a` of a 16-bit type
     pays for with accesses of one element.
     """
+    if deterministic is not False:
+        checks.flag("grouped_gemm", "deterministic", deterministic)
     packed_alpha, packed_beta = scalars("grouped_gemm", alpha, beta, c, a)
     if packed_beta == ZERO:
         c = None
@@ -272,6 +276,7 @@ class Gemm:
     ) -> None:
         sizes = (checks.int_range("Gemm", n, v, 0, MAX_SIZE) for n, v in (("M", M), ("N", N), ("K", K)))
         plan = (*sizes, check_dtype("Gemm", "dtype", dtype, (*DTYPES, *BYTE_DTYPES)))
+        checks.flag("Gemm", "deterministic", deterministic)
         options = Options(activation, out_dtype, precision, split_k, plan)
         kind, self._further, self._scales = (), (), None
         if b_dtype is not None:

@@ -268,3 +268,18 @@ def test_equal_options_of_other_types_are_no_options():
             with pytest.raises(TypeError, match="gemm: split_k must be an integer"):
                 rawops.gemm(x, x, split_k=wrong)
         rawops.gemm(x, x, split_k=np.int64(2))
+
+
+@pytest.mark.parametrize("wrong", ["no", 2, None, 0.0])
+def test_deterministic_is_true_or_false(wrong):
+    x, offsets = np.eye(16, dtype=np.float16), np.array([0, 16], np.int32)
+    calls = {
+        "gemm": lambda value: rawops.gemm(x, x, deterministic=value),
+        "grouped_gemm": lambda value: rawops.grouped_gemm(x, x[None], offsets, deterministic=value),
+        "Gemm": lambda value: rawops.Gemm(16, 16, 16, "float16", deterministic=value)(x, x),
+    }
+    with rawops.emulate():
+        for name, call in calls.items():
+            with pytest.raises(TypeError, match=f"^{name}: deterministic must be True or False, got {wrong!r}"):
+                call(wrong)
+            assert (call(np.bool_(True)) == x).all()
