@@ -57,8 +57,8 @@ def rmsnorm(x, weight=None, eps: float = 1e-6, residual=None, *, out=None, resid
     gives zeros as long as eps is not 0. An infinity or a NaN in a row reaches that row alone: an infinity makes NaN of
     itself and 0 of the others.
 
-    One launch, which nothing waits for; with out it can be captured in a CUDA graph after one call. On Hopper it
-    overlaps with the end of the launch before it.
+    One launch, or several for more than four axes that cannot be merged, which nothing waits for; with out it can be
+    captured in a CUDA graph after one call. On Hopper it overlaps with the end of the launch before it.
     """
     operands = (x, weight, None, residual, out, residual_out)
     return run(OPS["norm"], "rmsnorm", operands, (_eps("rmsnorm", eps), False))[4]
@@ -121,7 +121,8 @@ def softmax(x, *, out=None):
     are NaN throughout, as in NumPy, and leave other rows alone. Rows of up to 64 KB (of 512 KB from Hopper on) are read
     once, of 16 KB where they are not aligned.
 
-    One launch, which nothing waits for; with out it can be captured in a CUDA graph after one call.
+    One launch, or several for more than four axes that cannot be merged, which nothing waits for; with out it can be
+    captured in a CUDA graph after one call.
     """
     return run(OPS["softmax"], "softmax", (x, out), ())[1]
 
@@ -153,8 +154,9 @@ def row_sum(x, *, out_dtype=None, out=None):
     Added in float32 (float64 of float64), in an order that depends on the shape alone: the same bits each time. A
     float16 sum past 65504 is inf.
 
-    One launch, or two for few long rows, whose parts are summed up first; nothing waits for them, and with out they can
-    be captured in a CUDA graph after one call.
+    One launch, or two for few long rows, whose parts are summed up first, and such a launch for each index of the axes
+    past four that cannot be merged; nothing waits for them, and with out they can be captured in a CUDA graph after one
+    call.
     """
     return run(OPS["row_sum"], "row_sum", (x, out), (None if out_dtype is None else name_of(out_dtype),))[1]
 
@@ -187,7 +189,8 @@ def gelu(x, approximate: str | None = None, *, out=None):
     float32 is right to 1.5 ulp from -1 on and to 5.5 below, float64 as precise as its functions; 16-bit values are
     computed to about 5e-6 of float32. The limit is taken at -inf, which gives 0; NaN stays NaN.
 
-    One launch, which nothing waits for; with out it can be captured in a CUDA graph after one call.
+    One launch, or several for more than four axes that cannot be merged, which nothing waits for; with out it can be
+    captured in a CUDA graph after one call.
     """
     checks.choice("gelu", "approximate", approximate, (None, "tanh"))
     return run(OPS["activation"], "gelu", (x, out), ("gelu_tanh" if approximate else "gelu",))[1]
@@ -303,8 +306,8 @@ def rope(
     Angles are taken in float64 and whole turns left out before the sine and cosine, in float32 (float64 of float64):
     right to 1e-6 also at a position of 1e7. All heads of a token share them.
 
-    One launch for q and k, which nothing waits for; with q_out and k_out it can be captured in a CUDA graph after one
-    call.
+    One launch for q and k, or several for more than four axes before the heads that cannot be merged, which nothing
+    waits for; with q_out and k_out it can be captured in a CUDA graph after one call.
     """
     theta = checks.number("rope", "theta", theta)
     if not 0 < theta < math.inf:
