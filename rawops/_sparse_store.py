@@ -83,13 +83,13 @@ class Store:
     def update(self, data) -> None:
         """Write other values into all formats, in place: captured graphs see them."""
         values = self.values
+        if len(self.rows) == 2 and self.derived_order is None:  # first, since it may not fit into memory
+            self.derived_order = formats.column_order(values)
         if self.order is None:
             values.data[...] = data[: values.nnz]
         else:
             values.data[...] = formats.gather(self.device, data, self.order, self.starts)
         if len(self.rows) == 2:
-            if self.derived_order is None:
-                self.derived_order = formats.column_order(values)
             self.rows[not self.given].data[...] = formats.gather(self.device, values.data, self.derived_order)
         for product in self.products.values():
             if isinstance(product, ByPacked):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import rawops
+from rawops._runtime import compiler
 
 KERNELS = Path(__file__).parent / "kernels"
 SAXPY = (KERNELS / "saxpy.cu").read_text()
@@ -62,6 +63,20 @@ def test_the_last_good_kernel_runs_on_after_a_broken_edit(device, tmp_path, edit
     assert saxpy_of(device, kernel)[4] == 108
     editable("saxpy.cu", "step(a, x[i], y[i])", "step(a, x[i], T(0))")
     assert len(rawops.reload()) == 1
+    assert saxpy_of(device, kernel)[4] == 8
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_interrupted_compilation_is_made_up_for(device, tmp_path, editable, monkeypatch, compile):
+    """After a Ctrl-C in the compilation of an edit the next launch compiles it: it does not run the old code."""
+    kernel = rawops.Kernel(tmp_path / "saxpy.cu", "saxpy<float>")
+    assert saxpy_of(device, kernel)[4] == 108
+    editable("saxpy.cu", "step(a, x[i], y[i])", "step(a, x[i], T(0))")
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "compile_instance", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            rawops.reload(compile=compile)
+            saxpy_of(device, kernel)
     assert saxpy_of(device, kernel)[4] == 8
 
 

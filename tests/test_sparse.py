@@ -406,6 +406,18 @@ def test_update_values(device, rng, form):
         same(device, A.T @ device.put(u), made.dense().T @ u)
 
 
+def test_update_values_that_fails_changes_neither_direction(device, rng, monkeypatch):
+    """The order by column, which the first call makes, may not fit into memory."""
+    made = Coordinates(rng, (14, 9), 6)
+    A = made.put(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(_sparse_formats, "column_order", lambda rows: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            A.update_values(device.put(2 * made.data))
+    x = integers(rng, 9, "float32")
+    same(device, A @ device.put(x), made.dense() @ x)
+
+
 @pytest.mark.parametrize("form", ["csr", "csc"])
 def test_update_values_of_arrays_with_a_tail(device, rng, form):
     """Entries past the last row, which constructors take and do not read, are among those given."""

@@ -75,13 +75,18 @@ class Instance:
     def compile(self, arch: str) -> compiler.Compiled:
         """Return the instance compiled for `arch`, from memory, disk or NVRTC.
 
-        When the source was edited, a failure is raised once and the last good result stays in place.
+        When the source was edited, a failure is raised once and the last good result stays in place. An interrupt is no
+        failure: the edited source is compiled at the next call.
         """
         if arch not in self.compiled or arch in self._stale:
             with self.lock:
                 if arch not in self.compiled or arch in self._stale:
+                    try:
+                        self.compiled[arch] = self._fresh(arch)
+                    except Exception:
+                        self._stale.discard(arch)
+                        raise
                     self._stale.discard(arch)
-                    self.compiled[arch] = self._fresh(arch)
         return self.compiled[arch]
 
     def outdate(self, archs: Iterable[str]) -> None:
@@ -141,8 +146,10 @@ class Function:
                 compiled = instance.compile(self.device.arch)
                 if compiled is not loaded.compiled:
                     loaded = self.device.load(compiled)
-            finally:
+            except Exception:
                 self._use(loaded)  # the last good one if the source does not compile, which is raised once
+                raise
+            self._use(loaded)
 
     def bind(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> Callable[[], None]:
         """Return a function that makes one launch on a GPU again and again, with the kernel as it is then."""
