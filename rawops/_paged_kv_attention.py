@@ -71,7 +71,7 @@ def attend(
         if config.current().check:
             if small[2] is not None:
                 check_rows(function, small[2], q.shape[0])
-            check_pages(function, pages, *small[:3], plan.page_size, options.window[0])
+            check_pages(function, pages, *small[:3], plan.page_size, options.window[0], options.skipped)
         if plan.launch.copies_q:
             q = _even(device, q)
             addresses = [device.pointer(q), *addresses[1:]]

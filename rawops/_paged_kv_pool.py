@@ -106,12 +106,15 @@ def scale_strides(function: str, pool: Pool, num_pages: int, k_scale, v_scale) -
     return pool.num_heads if by_page else 0, 1
 
 
-def check_pages(function: str, pages, block_table, seq_lens, cu_seqlens_q, page_size: int, window_left: int) -> None:
+def check_pages(
+    function: str, pages, block_table, seq_lens, cu_seqlens_q, page_size: int, window_left: int, skipped: int = 0
+) -> None:
     """With RAWOPS_CHECK=1: raise for lengths past the table and for ids of pages that are used and do not exist.
 
-    Pages are used from the first key on that the window shows to the first query.
+    Pages are used from the first key on that the window shows to the first query. The first `skipped` keys of each
+    sequence are not in the table.
     """
-    lengths, table = to_host(seq_lens), to_host(block_table)
+    lengths, table = to_host(seq_lens) - skipped, to_host(block_table)
     queries = [1] * len(lengths) if cu_seqlens_q is None else np.diff(to_host(cu_seqlens_q))
     table = table if table.ndim == 2 else table[None]
     for b, length in enumerate(lengths):

@@ -8,6 +8,8 @@ from conftest import Device
 from paged_pool import attend, forget_plans
 
 import rawops
+from rawops import config
+from rawops.config import Config
 from rawops.errors import OutOfPagesError
 from rawops.testing.tolerances import assert_close
 
@@ -290,6 +292,22 @@ def test_cascade_equals_plain(device, rng, monkeypatch, kernel):
         loop.cache.decode(q, [a, a_too, b, d])
     with pytest.raises(ValueError, match="cascade must be False with any of window"):
         loop.cache.decode(q, [a, a_too, b, d], window=(5, None), cascade=True)
+
+
+def test_cascade_under_rawops_check(device, rng, monkeypatch):
+    """The checks look for the pages that the sequences have of their own, which are fewer than their lengths take."""
+    loop = Loop(device, rng)
+    a = loop.add(9)
+    sequences = [a, loop.fork(a), loop.fork(a)]
+    loop.append(sequences, [0, 2, 7])
+    q = device.put(rng.standard_normal((3, 2 * HEADS, DIM)).astype(np.float16))
+    want = device.get(loop.cache.decode(q, sequences, cascade=True))
+    monkeypatch.setattr(config, "current", lambda: Config(check=True))
+    np.testing.assert_array_equal(device.get(loop.cache.decode(q, sequences, cascade=True)), want)
+    table = loop.cache.block_table(sequences)
+    table[2, 3] = 12
+    with pytest.raises(ValueError, match=r"block_table\[2\] must hold page ids"):
+        loop.cache.decode(q, sequences, cascade=True)
 
 
 def test_decode_with_slopes(device, rng):
