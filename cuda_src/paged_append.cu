@@ -122,6 +122,8 @@ __global__ void __launch_bounds__(128, 8) paged_append(const __grid_constant__ A
     if (token >= params.tokens) return;
     const int position = params.positions[token];
     if (position < 0 || (kRotated && position >= rotation.positions)) return;
+    const SlotOf place(params, token, position);
+    if (place.page < 0) return;  // its query too
     if (kRotated && head >= params.heads) {
         const T* from = params.q.at<const T>(token, head - params.heads);
         Piece query;
@@ -130,8 +132,6 @@ __global__ void __launch_bounds__(128, 8) paged_append(const __grid_constant__ A
         query.write(params.q_out.at<T>(token, head - params.heads), column, params.q_out.dim_stride);
         return;
     }
-    const SlotOf place(params, token, position);
-    if (place.page < 0) return;
     const T *k = params.k.at<const T>(token, head), *v = params.v.at<const T>(token, head);
     Stored* to = static_cast<Stored*>(const_cast<void*>(pool.pages)) + place.page * pool.page_stride +
                  place.slot * pool.token_stride + head * pool.head_stride;

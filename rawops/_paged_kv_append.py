@@ -178,6 +178,7 @@ def append(function: str, operands: tuple, layout: str, interleaved: bool = Fals
         return
     if config.current().check:
         _check_values(function, operands[2:6], plan.page_size)
+        _check_angles(function, operands[4], operands[8])
     if plan.copies:
         small = (*map(in_order, operands[3:6]), *map(contiguous, operands[6:10]))
         addresses = [*addresses[:3], *map(plan.device.pointer, small), *addresses[10:]]
@@ -204,3 +205,13 @@ def _check_values(function: str, operands: tuple, page_size: int) -> None:
         if not 0 <= page < pages.shape[0]:
             rule = f"hold page ids {checks.places(pages.shape[0], 'pages')}"
             checks.fail(ValueError, function, f"block_table[{row}]", rule, int(page))
+
+
+def _check_angles(function: str, positions, cos) -> None:
+    """Raise for tokens whose positions the tables of angles do not have."""
+    if cos is None:
+        return
+    for i, position in enumerate(to_host(positions)):
+        if position >= len(cos):
+            rule = f"be {checks.places(len(cos), 'rows')}, a row of cos"
+            checks.fail(ValueError, function, f"positions[{i}]", rule, int(position))

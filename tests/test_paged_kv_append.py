@@ -96,6 +96,21 @@ def test_skipped_tokens(device, rng):
     same(device.get(pages), want)
 
 
+def test_queries_of_skipped_tokens(device, rng):
+    """They are not written either, whatever it is that skips the token."""
+    pages = pool(device, 4, 4, 1, 8)
+    before = device.get(pages).copy()
+    k, v = map(device.put, tokens(rng, 6, 1, 8))
+    q, angles = device.put(tokens(rng, 6, 2, 8)[0]), device.put(np.ones((9, 4), np.float32))
+    q_out = device.put(np.full((6, 2, 8), PATTERN, np.float16))
+    table = device.put(np.array([[1, 4, -1]], np.int32))
+    positions, sequences = np.array([-1, 4, 8, 12, 0, 0], np.int32), np.array([0, 0, 0, 0, 1, -1], np.int32)
+    rotation = {"cos": angles, "sin": angles, "q": q, "q_out": q_out}
+    rawops.append_paged_kv(k, v, pages, table, device.put(positions), sequence_ids=device.put(sequences), **rotation)
+    assert (device.get(q_out) == PATTERN).all()
+    same(device.get(pages), before)
+
+
 def test_one_row_of_pages_for_all_tokens(device, rng):
     pages = pool(device, 4, 4, 1, 16)
     k, v = tokens(rng, 6, 1, 16)
@@ -154,6 +169,10 @@ def test_values_are_checked_on_request(device, rng, monkeypatch):
         append(np.zeros((0, 2)), [3, 31], [0, 0])
     with pytest.raises(ValueError, match=r"block_table\[0\] must hold page ids among 0 pages, got 0"):
         rawops.append_paged_kv(k, v, pages[:0], *(device.put(np.zeros(n, np.int32)) for n in ((2, 2), 2)))
+    angles = device.put(np.ones((4, 2), np.float32))
+    table, positions = (device.put(np.array(x, np.int32)) for x in ([[0, 1], [2, 3]], [3, 4]))
+    with pytest.raises(ValueError, match=r"positions\[1\] must be between 0 and 3, a row of cos, got 4"):
+        rawops.append_paged_kv(k, v, pages, table, positions, cos=angles, sin=angles)
     same(device.get(pages), before)
     append([[0, 1], [2, 3]], [-1, -7])
     same(device.get(pages), before)
