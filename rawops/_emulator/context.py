@@ -200,7 +200,12 @@ class Context:
         if ptx_type in PACKED:
             bits = whole.view(np.uint32)
             return lambda lanes: _take(bits, lanes).view(whole.dtype)
-        return lambda lanes: _take(whole, lanes)
+
+        def get(lanes: Lanes) -> np.ndarray:
+            index = lanes.index
+            return whole[index] if type(index) is slice else whole.take(index)
+
+        return get
 
     def _special_reader(self, operand: Special, ptx_type: str) -> Get:
         dtype = DTYPE[ptx_type]
@@ -229,7 +234,11 @@ class Context:
             bits = bits.view(SINT[bits.itemsize])
         elif size == bits.itemsize:
             bits = bits.view(DTYPE[ptx_type])
-        return lambda lanes, values: _put(bits, lanes, values)
+
+        def put(lanes: Lanes, values: Any) -> None:
+            bits[lanes.index] = values
+
+        return put
 
     @staticmethod
     def _rows_writer(puts: list[Put]) -> Put:
@@ -253,12 +262,10 @@ class Context:
         ----------
         fn : callable
             Takes the source arrays (or scalars) and returns the result. A NumPy ufunc writes straight
-            into the register when all live lanes are on.
+            into the register where all live lanes are on, or their neighbours.
         finish : callable, optional
             Applied in place to the result, as for canonical NaNs.
         """
-        put = self.writer(destination, out_type)
-        gets = [self.reader(*source) for source in sources]
         kinds = {type(operand) for operand, _ in sources}
         direct = (
             isinstance(fn, np.ufunc)
@@ -269,14 +276,11 @@ class Context:
         )
         if direct:
             out = self.register(destination).view(DTYPE[out_type])
-            whole = [self.whole(*source) for source in sources]
+            return _direct(fn, out, [self.whole(*source) for source in sources], finish)
+        put = self.writer(destination, out_type)
+        gets = [self.reader(*source) for source in sources]
 
         def run(lanes: Lanes) -> None:
-            if direct and lanes.full:
-                fn(*whole, out=out)
-                if finish is not None:
-                    finish(out)
-                return
             result = fn(*[get(lanes) for get in gets])
             if finish is not None:
                 result = np.atleast_1d(result)
@@ -337,6 +341,30 @@ class Context:
         ins = ins or self.current
         who = "" if lane is None else f", {self.who(int(lane))}"
         return kind(f"{self.launch.kernel_name}, {ins.place}{who}: {message}\n    {ins.text}")
+
+
+def _direct(
+    fn: np.ufunc, out: np.ndarray, sources: list[Any], finish: Callable[[np.ndarray], Any] | None
+) -> Callable[[Lanes], None]:
+    """``out = fn(*sources)`` for arrays of all lanes, and scalars."""
+
+    def run(lanes: Lanes) -> None:
+        index = lanes.index
+        if lanes.full:
+            target, values = out, sources
+        elif type(index) is slice:
+            target, values = out[index], [s[index] if type(s) is np.ndarray else s for s in sources]
+        else:
+            target = fn(*[s.take(index) if type(s) is np.ndarray else s for s in sources])
+            if finish is not None:
+                finish(target)
+            out[index] = target
+            return
+        fn(*values, out=target)
+        if finish is not None:
+            finish(target)
+
+    return run
 
 
 def _take(values: np.ndarray, lanes: Lanes) -> np.ndarray:
