@@ -46,10 +46,11 @@ def same(device, got, want) -> None:
 # --- products -------------------------------------------------------------------------------------------------------
 
 SIZES = [(1, 1, 1), (1, 65, 33), (17, 8, 3), (2, 129, 64), (63, 7, 65), (64, 64, 17), (65, 133, 127), (129, 3, 192)]
+# bfloat16 is moved as float16 is; its products and its rounding differ.
+PRODUCTS = [(*kind, size) for kind in KINDS for size in (SIZES[::3] if "bfloat16" in kind else SIZES)]
 
 
-@pytest.mark.parametrize("dtype, precision", KINDS)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype, precision, size", PRODUCTS, ids=str)
 def test_sizes_and_layouts(device, rng, size, dtype, precision):
     M, N, K = size
     a, b = integers(rng, (M, K), dtype), integers(rng, (K, N), dtype)

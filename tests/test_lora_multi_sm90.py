@@ -125,17 +125,16 @@ def test_hopper_epilogue(hopper, force, rng, out_dtype):
     assert_close(hopper.get(out), want, np.float16, k=4 * (K + 8))
 
 
-# tile, its columns, rows, ranks, activation, order of the weight
+# dtype, columns of a tile, rows, ranks, activation, order of the weight
 BESIDE = [
-    (64, 64, (7, 16, 5), None, "F"),
-    (128, 40, (16, 1, 3), None, "C"),
-    (128, 20, (4, 9, 16), "swiglu", "F"),
-    (96, 64, (2, 16, 16), "gelu", "F"),
+    ("float16", 64, 64, (7, 16, 5), None, "F"),
+    ("bfloat16", 128, 40, (16, 1, 3), None, "C"),
+    ("bfloat16", 128, 20, (4, 9, 16), "swiglu", "F"),
+    ("float16", 96, 64, (2, 16, 16), "gelu", "F"),
 ]
 
 
-@pytest.mark.parametrize("block_n, M, ranks, activation, order", BESIDE)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, block_n, M, ranks, activation, order", BESIDE)
 def test_hopper_beside(hopper, force, rng, monkeypatch, dtype, block_n, M, ranks, activation, order):
     """Few rows with few ranks: y is made in the same launch; several tiles a block, more adapters than a stage has."""
     force(block_n, block_m=64, stages=3)
