@@ -167,6 +167,13 @@ def backward(
     values, give = arrays.take(function, **named)
     named = dict(zip(named, values, strict=True))
     device = arrays.device_of(function, **named)
+    with device.current():
+        _prepare_and_run(function, options, varlen, device, named, deterministic, dropout)
+    return tuple(give(named[name]) for name in _GRADIENTS)
+
+
+def _prepare_and_run(function: str, options, varlen, device, named: dict, deterministic: bool, dropout) -> None:
+    """Check a call on a device and run it; results that were not given are added to `named`."""
     sizes = sizes_of(function, named, varlen)
     check_scores(function, named, sizes)
     if varlen is not None and settings.current().check:
@@ -187,9 +194,7 @@ def backward(
     checks.shape(function, "lse", lse, sizes.lse)
     if not lse.flags.c_contiguous:
         checks.fail(ValueError, function, "lse", "be C-contiguous", f"strides {lse.strides}")
-    call = _Call(function, options, device, named, sizes, varlen is not None, deterministic, dropout)
-    _run(call)
-    return tuple(give(named[name]) for name in _GRADIENTS)
+    _run(_Call(function, options, device, named, sizes, varlen is not None, deterministic, dropout))
 
 
 def _check_apart(function: str, device, named: dict) -> None:

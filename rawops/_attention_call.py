@@ -161,12 +161,13 @@ class Attention:
         converted, give = arrays.take(self.function, **named)
         device = arrays.device_of(self.function, **dict(zip(ROLES, converted, strict=True)))
         operands = tuple(converted)
-        if not device.is_emulated:
-            result = self(operands, dropout)
-        else:
-            self._check_values(operands)
-            addresses = [device.pointer(x) for x in operands]
-            result = self._run(self.prepare(device, operands, addresses), operands, addresses, dropout)
+        with device.current():
+            if not device.is_emulated:
+                result = self(operands, dropout)
+            else:
+                self._check_values(operands)
+                addresses = [device.pointer(x) for x in operands]
+                result = self._run(self.prepare(device, operands, addresses), operands, addresses, dropout)
         return tuple(give(x) for x in result) if isinstance(result, tuple) else give(result)
 
     def _check_values(self, operands: tuple) -> None:

@@ -40,8 +40,9 @@ class Dropout:
             if isinstance(x, int):
                 found[name] = x - _WRAP * (x >= _WRAP // 2)
                 continue
-            if arrays.device_of(function, **{name: x}) is not device:
-                checks.fail(ValueError, function, name, f"be on {device}, as q is", "another device")
+            its_device = arrays.device_of(function, **{name: x})
+            if its_device is not device:
+                checks.fail(ValueError, function, name, f"be on the device of q ({device})", str(its_device))
             found[f"{name}_at"] = device.pointer(x)
         return found
 

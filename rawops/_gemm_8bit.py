@@ -362,6 +362,8 @@ class ScaleArguments:
         if not isinstance(d, float):
             return self
         (a,), _ = arrays.take(function, a=a)
-        x = arrays.device_of(function, a=a).empty((1,), np.dtype("float32"))
-        x[...] = d
+        device = arrays.device_of(function, a=a)
+        with device.current():
+            x = device.empty((1,), np.dtype("float32"))
+            x[...] = d
         return replace(self, arrays=(*others, x))

@@ -180,18 +180,19 @@ class Product:
             bound[call] = launch.bind(addresses, *call[-2:])
 
     def _call_converted(self, operands: tuple, alpha: tuple, beta: tuple):
-        """Run on arrays that need conversion, or in the emulator, which is too slow itself to need a cache."""
+        """Run on arrays that need conversion or another device, or in the emulator, which is too slow for a cache."""
         names = [self.names.get(role, role) for role in self.roles]
         named = dict(zip(names, operands, strict=True))
         self._check_given(operands)
         converted, give = arrays.take(self.function, **named)
         device = arrays.device_of(self.function, **dict(zip(names, converted, strict=True)))
         operands = tuple(converted)
-        if not device.is_emulated:
-            return give(self(operands, alpha, beta))
-        addresses = [device.pointer(x) for x in operands]
-        launch = self.prepare(device, operands, addresses)
-        return give(self._run(launch, operands, addresses, alpha, beta))
+        with device.current():
+            if not device.is_emulated:
+                return give(self(operands, alpha, beta))
+            addresses = [device.pointer(x) for x in operands]
+            launch = self.prepare(device, operands, addresses)
+            return give(self._run(launch, operands, addresses, alpha, beta))
 
     def _launch_of(self, key: list, operands: tuple, addresses: list) -> Launch:
         frozen = tuple(key)

@@ -77,7 +77,7 @@ def tune(
     converted, _ = arrays.take(_FUNCTION, **named)
     device = arrays.device_of(_FUNCTION, **dict(zip(named, converted, strict=True)))
     addresses = [device.pointer(x) for x in converted]
-    with _gemm_choices.trying() as trial:
+    with device.current(), _gemm_choices.trying() as trial:
         first = product.prepare(device, tuple(converted), addresses)
         out = device.empty(first.out_shape, first.out_dtype)
         converted[2], addresses[2] = out, device.pointer(out)
@@ -102,19 +102,18 @@ def time_runs(device, runs: list[Callable[[], None]]) -> list[float]:
         raise UnsupportedError(f"{_FUNCTION}: needs a GPU, found {device}: the emulator models no time")
     import cupy
 
-    with cupy.cuda.Device(device.ordinal) as current:
-        flush = cupy.empty(2 * current.attributes["L2CacheSize"], "uint8")
+    flush = cupy.empty(2 * cupy.cuda.Device().attributes["L2CacheSize"], "uint8")
+    for run in runs:
+        run()
+    samples = []
+    for _ in range(_ROUNDS):
         for run in runs:
+            flush.fill(0)
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record()
             run()
-        samples = []
-        for _ in range(_ROUNDS):
-            for run in runs:
-                flush.fill(0)
-                start, end = cupy.cuda.Event(), cupy.cuda.Event()
-                start.record()
-                run()
-                end.record()
-                samples.append((start, end))
-        cupy.cuda.get_current_stream().synchronize()
-        elapsed = [cupy.cuda.get_elapsed_time(*pair) * 1e3 for pair in samples]
+            end.record()
+            samples.append((start, end))
+    cupy.cuda.get_current_stream().synchronize()
+    elapsed = [cupy.cuda.get_elapsed_time(*pair) * 1e3 for pair in samples]
     return [float(np.median(elapsed[i :: len(runs)])) for i in range(len(runs))]

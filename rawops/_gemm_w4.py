@@ -29,7 +29,7 @@ from rawops._gemm_operands import (
     pack_shape,
 )
 from rawops._gemm_steps import SplitK, pack_call
-from rawops._runtime import checks, dtypes
+from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.kernel import Function, KernelSpec, ParamStruct
 
 FORMATS = ("int4", "uint4", "float4_e2m1fn")  # the index is the kernel's number
@@ -420,4 +420,5 @@ def pack_int4(q):
         checks.fail(ValueError, "pack_int4", "q", "have shape (K, N) with K even", tuple(q.shape))
     if q.dtype.kind not in "iu":
         checks.fail(TypeError, "pack_int4", "q", "have an integer dtype", q.dtype)
-    return ((q[0::2] & 15) | ((q[1::2] & 15) << 4)).astype("uint8")
+    with arrays.current_of(q):
+        return ((q[0::2] & 15) | ((q[1::2] & 15) << 4)).astype("uint8")

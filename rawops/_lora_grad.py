@@ -98,10 +98,11 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
         device.empty(like.shape, like.dtype) if o is None or _overlaps(device, o, inputs) else o
         for o, like in zip(outs, (inputs[1], *inputs[3:]), strict=True)
     ]
-    _run(device, *inputs, scaling, results)
-    for o, result in zip(outs, results, strict=True):
-        if o is not None and o is not result:
-            o[...] = result
+    with device.current():
+        _run(device, *inputs, scaling, results)
+        for o, result in zip(outs, results, strict=True):
+            if o is not None and o is not result:
+                o[...] = result
     return tuple(give(result) if o is None else o for o, result in zip(given, results, strict=True))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from rawops._gemm_call import ONE, Product
 from rawops._gemm_operands import Options
-from rawops._runtime import checks
+from rawops._runtime import arrays, checks
 
 _BLOCK_ENTRIES = 1 << 24  # of the weight at a time: what the wider copies take
 
@@ -34,6 +34,11 @@ class MergeError:
 def merge_into(function: str, c, pairs: list, slices: tuple, scaling: float) -> MergeError:
     """Add ``scaling * a @ b`` to the columns of c that belong to each slice; pairs are (a, b) or None."""
     checks.output(function, "c", c)
+    with arrays.device_of(function, c=c).current():
+        return _merge(function, c, pairs, slices, scaling)
+
+
+def _merge(function: str, c, pairs: list, slices: tuple, scaling: float) -> MergeError:
     wide = "float32" if c.dtype.itemsize == 2 else c.dtype.name
     product = Product(function, Options(out_dtype=wide))
     largest, lost, added = 0.0, 0.0, 0.0

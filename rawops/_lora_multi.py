@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from rawops._lora_product import check_columns, check_input
 from rawops._lora_slices import check_slices, take_factors
 from rawops._lora_stack import Stack, has_non_finite
 from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.device import on_own_device
 
 
 class MultiLoRA:
@@ -82,8 +82,8 @@ class MultiLoRA:
         if self.bias is not None:
             check_bias(function, self.bias, self._product.types.of_addends(dtype), self.c.shape[1])
         check_columns(function, self.c, activation)
-        self._device, self._current = device, _current_of(device)
-        with self._current():
+        self._device = device
+        with device.current():
             stack = Stack.empty(device, self.c.dtype, self.c.shape, self.max_loras, self.max_rank, self.slices)
         self._product.use(stack)
         self._stack, self._loaded = stack, set()
@@ -108,7 +108,7 @@ class MultiLoRA:
         scaling = dtypes.as_float32(checks.number(function, "scaling", scaling))
         pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)
         stack, K = self._stack, self.c.shape[0]
-        with self._current():
+        with self._device.current():
             stack.non_finite[slot] = 0
             for i, (pair, (start, stop)) in enumerate(zip(pairs, self.slices, strict=True)):
                 rank = 0 if pair is None else pair[0].shape[1]
@@ -123,7 +123,7 @@ class MultiLoRA:
     def unload(self, slot: int) -> None:
         """Empty a slot, in stream order as `load`; rows with its index then have no adapter."""
         slot = self._checked_slot("MultiLoRA.unload", slot)
-        with self._current():
+        with self._device.current():
             self._stack.ranks[slot] = 0
         self._loaded.discard(slot)
 
@@ -148,12 +148,15 @@ class MultiLoRA:
             return self._product((x, self.c, out, None, self.bias, residual, lora_indices))
         return self._call_flat(x, lora_indices, residual, out)
 
+    @on_own_device
     def _call_flat(self, x, lora_indices, residual, out):
         """Run on x with batch axes, as rows."""
         function = self._function
         named = {"x": x, "lora_indices": lora_indices, "residual": residual, "out": out}
         check_given(function, x=x, lora_indices=lora_indices)
-        (x, indices, residual, out), give = arrays.take(function, **named)
+        taken, give = arrays.take(function, **named)
+        arrays.device_of(function, c=self.c, **dict(zip(named, taken, strict=True)))
+        x, indices, residual, out = taken
         check_input(function, x, self.c)
         checks.shape(function, "lora_indices", indices, x.shape[:-1], "One index a row of x.")
         count = math.prod(x.shape[:-1])  # since -1 says nothing where an axis is 0
@@ -168,15 +171,16 @@ class MultiLoRA:
             make = out.reshape if out.flags.c_contiguous else functools.partial(self._device.empty, dtype=out.dtype)
             flat = make((count, shape[-1]))
         rows = (x.reshape(count, x.shape[-1]), self.c, flat, None, self.bias, residual, indices.reshape(count))
-        with self._current():
-            result = self._product(rows).reshape(shape)
-            if out is not None and not out.flags.c_contiguous:
-                out[...] = result
+        result = self._product(rows).reshape(shape)
+        if out is not None and not out.flags.c_contiguous:
+            out[...] = result
         return give(result if out is None else out)
 
+    @on_own_device
     def _check_indices(self, lora_indices) -> None:
         check_given("MultiLoRA", lora_indices=lora_indices)
         (indices,), _ = arrays.take("MultiLoRA", lora_indices=lora_indices)
+        arrays.device_of("MultiLoRA", c=self.c, lora_indices=indices)
         checks.dtype("MultiLoRA", "lora_indices", indices, ("int32",))
         for index in sorted({*indices.ravel().tolist()} - {-1}):
             if not 0 <= index < self.max_loras:
@@ -197,7 +201,7 @@ class SlicedLoRA(MultiLoRA):
         super().__init__(c, 1, max(ranks, default=0), slices=slices, bias=bias, activation=activation)
         self.load(0, a, b, scaling)
         self._index = self._device.empty((1,), np.dtype("int32"))
-        with self._current():
+        with self._device.current():
             self._index[...] = 0
 
     def __call__(self, x, *, residual=None, out=None):
@@ -205,10 +209,3 @@ class SlicedLoRA(MultiLoRA):
         (taken,), _ = arrays.take(self._function, x=x)
         check_input(self._function, taken, self.c)
         return super().__call__(x, np.broadcast_to(self._index, taken.shape[:-1]), residual=residual, out=out)
-
-
-def _current_of(device):
-    """Return a context manager in which CuPy works on a device."""
-    if device.is_emulated:
-        return contextlib.nullcontext
-    return functools.partial(arrays.cupy_or_raise("MultiLoRA").cuda.Device, device.ordinal)

@@ -202,9 +202,10 @@ def column_scaling(function: str, product) -> ColumnScaling:
     if getattr(product, "column_squares", None) is None:
         hint = "Pass an object with solve and rsolve."
         fail(ValueError, function, "preconditioner", "not be 'column' for an operator", "'column'", hint)
-    squares = product.column_squares()
-    squares[squares == 0] = 1
-    return ColumnScaling(squares**-0.5)
+    with product.device.current():
+        squares = product.column_squares()
+        squares[squares == 0] = 1
+        return ColumnScaling(squares**-0.5)
 
 
 class PreconditionedProduct:
@@ -289,6 +290,7 @@ def _contiguous(function: str, argument: str, name: str, x, like):
     if getattr(x, "shape", None) != like.shape:
         rule = f"return an array of shape {like.shape} from {name}"
         fail(ValueError, function, argument, rule, getattr(x, "shape", type(x).__name__))
+    arrays.device_of(function, **{"the solver's vectors": like, f"what {name} of {argument} returns": x})
     x = x.astype(like.dtype, copy=False)
     return x if x.flags.c_contiguous else x.copy()
 
@@ -315,5 +317,6 @@ def _dense(function: str, A):
     if A.dtype.name not in DTYPES:
         if A.dtype.kind not in "biuf":
             checks.dtype(function, "A", A, DTYPES)
-        A = A.astype("float32" if A.dtype.itemsize == 2 and A.dtype.kind == "f" else "float64")
+        with arrays.device_of(function, A=A).current():
+            A = A.astype("float32" if A.dtype.itemsize == 2 and A.dtype.kind == "f" else "float64")
     return A

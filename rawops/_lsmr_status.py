@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawops._lsmr_engine import HISTORY, Settings
+from rawops._runtime import arrays
 
 MESSAGES = (
     "x = x0 (or 0) is the solution",
@@ -60,9 +61,7 @@ class Status:
 
     def _read(self) -> tuple[float, float]:
         if self._norms is None:
-            squares = self._squares
-            host = squares if isinstance(squares, np.ndarray) else squares.get()
-            residual, gradient, moved = map(float, host)
+            residual, gradient, moved = map(float, arrays.to_host(self._squares))
             self._norms = math.sqrt(residual + self._settings.damp**2 * moved), math.sqrt(gradient)
         return self._norms
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawops import config
-from rawops._paged_kv_call import Plan, check_vector, contiguous, has_unit_stride, in_order, to_host
+from rawops._paged_kv_call import Plan, check_vector, contiguous, has_unit_stride, in_order
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, POOL_FIELDS, Pool, describe, scale_strides
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.call import Op, keep_apart
@@ -173,24 +173,29 @@ OP = Op(
 
 def append(function: str, operands: tuple, layout: str, interleaved: bool = False) -> None:
     """Run an append on arrays of any kind, in the order of `OP`."""
-    plan, operands, addresses, _ = OP.resolve(function, operands, (layout, interleaved))
+    found = OP.resolve(function, operands, (layout, interleaved))
+    if found is None:
+        taken, _, device = OP.take(function, operands)
+        with device.current():
+            return append(function, taken, layout, interleaved)
+    plan, addresses = found
     if plan.launch is None:
-        return
+        return None
     if config.current().check:
         _check_values(function, operands[2:6], plan.page_size)
         _check_angles(function, operands[4], operands[8])
     if plan.copies:
         small = (*map(in_order, operands[3:6]), *map(contiguous, operands[6:10]))
         addresses = [*addresses[:3], *map(plan.device.pointer, small), *addresses[10:]]
-    plan.launch.run(addresses)
+    return plan.launch.run(addresses)
 
 
 def _check_values(function: str, operands: tuple, page_size: int) -> None:
     """Raise for tokens that the kernel would skip, other than those with a negative position."""
     pages, block_table, positions, sequence_ids = operands
-    table, places = to_host(block_table), to_host(positions)
+    table, places = arrays.to_host(block_table), arrays.to_host(positions)
     table = table if table.ndim == 2 else table[None]
-    rows = range(len(places)) if sequence_ids is None else to_host(sequence_ids)
+    rows = range(len(places)) if sequence_ids is None else arrays.to_host(sequence_ids)
     for i, (position, row) in enumerate(zip(places, rows, strict=True)):
         row = 0 if len(table) == 1 and sequence_ids is None else row
         if position < 0:
@@ -211,7 +216,7 @@ def _check_angles(function: str, positions, cos) -> None:
     """Raise for tokens whose positions the tables of angles do not have."""
     if cos is None:
         return
-    for i, position in enumerate(to_host(positions)):
+    for i, position in enumerate(arrays.to_host(positions)):
         if position >= len(cos):
             rule = f"be {checks.places(len(cos), 'rows')}, a row of cos"
             checks.fail(ValueError, function, f"positions[{i}]", rule, int(position))

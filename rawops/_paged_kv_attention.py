@@ -17,6 +17,7 @@ from rawops._runtime.call import Op, keep_apart
 from rawops._runtime.workspace import Workspace, workspace_of_stream
 
 _UNLIMITED = 2**30 - 2  # the kernels add and subtract it in 32 bits
+_DEFAULTS = {"causal": True, "softmax_scale": None, "window": (None, None), "softcap": 0.0, "num_splits": None}
 
 
 def options_of(function: str, causal, softmax_scale, window, softcap, num_splits) -> Options:
@@ -50,6 +51,14 @@ def _checked_options(function: str, causal, softmax_scale, window, softcap, num_
     return Options(softmax_scale, softcap, (left, 0 if is_causal else right), num_splits or 0)
 
 
+def named_options(function: str, options: dict) -> Options:
+    """Check the options that a call has by name, without alibi_slopes."""
+    for name in options:
+        if name not in _DEFAULTS:
+            checks.fail(TypeError, function, "options", f"be among alibi_slopes, {', '.join(_DEFAULTS)}", repr(name))
+    return options_of(function, **_DEFAULTS | options)
+
+
 def attend(
     function: str,
     operands: tuple,
@@ -61,7 +70,13 @@ def attend(
 ):
     """Run on arrays of any kind in the order of `OP`; returns out, or out and lse."""
     return_lse = checks.flag(function, "return_lse", return_lse)
-    plan, operands, addresses, give = OP.resolve(function, operands, (options, layout))
+    found = OP.resolve(function, operands, (options, layout))
+    if found is None:
+        taken, give, device = OP.take(function, operands)
+        with device.current():
+            made = attend(function, taken, options, return_lse, layout, workspace, **prior)
+            return tuple(map(give, made)) if return_lse else give(made)
+    plan, addresses = found
     q, pages, *small, out = operands
     device = plan.device
     if out is None:
@@ -81,15 +96,18 @@ def attend(
             small_addresses = map(device.pointer, small)
         placed = (addresses[0], device.pointer(out), device.pointer(lse), addresses[1], *small_addresses)
         plan.launch.run(device, placed, workspace or workspace_of_stream(device), **prior)
-    if give is not None:
-        out, lse = give(out), lse if lse is None else give(lse)
     return (out, lse) if return_lse else out
 
 
 def attend_to_prefix(function: str, operands: tuple, options: Options, layout: str, workspace: Workspace):
     """Leave partial results in the workspace and return them; None where no kernel does so."""
     options = dataclasses.replace(options, parts=True)
-    plan, _, addresses, _ = OP.resolve(function, operands, (options, layout))
+    found = OP.resolve(function, operands, (options, layout))
+    if found is None:
+        taken, _, device = OP.take(function, operands)
+        with device.current():
+            return attend_to_prefix(function, taken, options, layout, workspace)
+    plan, addresses = found
     if plan.launch is None or plan.copies:
         return None
     return plan.launch.run_parts(plan.device, (addresses[0], 0, 0, *addresses[1:8]), workspace)

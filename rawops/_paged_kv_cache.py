@@ -14,12 +14,13 @@ from rawops import _paged_kv_cascade_sm90 as cascade_sm90
 from rawops._attention_merge import merge_states
 from rawops._paged_kv_allocator import Growth, PageAllocator, Sequence
 from rawops._paged_kv_append import append
-from rawops._paged_kv_attention import attend, attend_to_prefix, options_of
+from rawops._paged_kv_attention import attend, attend_to_prefix, named_options
 from rawops._paged_kv_batch import Batch, copy_to_device
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE_SIZES, check_rows
 from rawops._paged_kv_swap import HostCopies, SavedSequence
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.call import check_apart, keep_apart
+from rawops._runtime.device import on_own_device
 from rawops._runtime.workspace import Workspace
 
 _MAX_BATCHES = 32
@@ -160,6 +161,7 @@ class PagedKVCache:
 
     # --- tokens ---
 
+    @on_own_device
     def append(self, k, v, sequences: Sized[int], counts: Sized[int] | None = None, *, tokens=None) -> None:
         """Add keys and values at the ends of sequences.
 
@@ -203,6 +205,7 @@ class PagedKVCache:
             operands = (k, v, self.pages, batch.block_table, positions, sequence_ids, *scales, *[None] * 4)
             append(function, operands, self.layout)
 
+    @on_own_device
     def decode(
         self, q, sequences: Sized[int], *, cascade: bool | None = None, out=None, return_lse: bool = False, **options
     ):
@@ -236,6 +239,7 @@ class PagedKVCache:
             checks.fail(ValueError, function, "cascade", f"be False with any of {', '.join(_APART)}", cascade)
         return self._attend(function, q, sequences, None, out, return_lse, options)
 
+    @on_own_device
     def prefill(self, q, sequences: Sized[int], cu_seqlens_q, *, out=None, return_lse: bool = False, **options):
         """Attend from the last queries of each sequence, causal and bottom-right: append their keys first.
 
@@ -258,6 +262,7 @@ class PagedKVCache:
 
     # --- tables ---
 
+    @on_own_device
     def block_table(self, sequences: Sized[int]):
         """Return the pages of sequences, int32 (len(sequences), max_pages), -1 past the last.
 
@@ -266,11 +271,13 @@ class PagedKVCache:
         with self._lock:
             return self._batch(_names_of(f"{_NAME}.block_table", sequences)).block_table
 
+    @on_own_device
     def seq_lens(self, sequences: Sized[int]):
         """Return the lengths of sequences, int32 (len(sequences),); updated in place as `block_table` is."""
         with self._lock:
             return self._batch(_names_of(f"{_NAME}.seq_lens", sequences)).seq_lens
 
+    @on_own_device
     def step(self, sequences: Sized[int], *, tokens: Sized[int] | None = None) -> tuple:
         """Make room for one more token in each sequence, for a captured graph to fill.
 
@@ -312,6 +319,7 @@ class PagedKVCache:
 
     # --- host memory ---
 
+    @on_own_device
     def save(self, sequence: int) -> SavedSequence:
         """Copy a sequence to page-locked host memory, asynchronously. It stays in the cache until it is freed.
 
@@ -323,6 +331,7 @@ class PagedKVCache:
             data = data.view(dtypes.numpy(dtypes.name(self.pages.dtype)))
             return SavedSequence(state.length, data, Sequence(state.pages[:], state.length, [], state.tokens[:]))
 
+    @on_own_device
     def restore(self, saved: SavedSequence) -> int:
         """Start a sequence with what was saved, copied back asynchronously; `saved` can be used again.
 
@@ -405,7 +414,7 @@ class PagedKVCache:
 
     def _attend(self, function: str, q, sequences: Sized[int], cu_seqlens_q, out, return_lse: bool, options: dict):
         slopes = options.pop("alibi_slopes", None)
-        asked = _asked(function, options)
+        asked = named_options(function, options)
         with self._lock:
             batch = self._batch(_names_of(function, sequences))
             operands = (q, self.pages, batch.block_table, batch.seq_lens, cu_seqlens_q, slopes)
@@ -423,7 +432,7 @@ class PagedKVCache:
         return self.k_scale is None and cascade_sm90.overlaps(self._device, own, *sizes)
 
     def _cascade(self, function: str, q, batch: Batch, pages: int, beside: bool, out, return_lse: bool, options: dict):
-        asked = _asked(function, options | {"causal": False})
+        asked = named_options(function, options | {"causal": False})
         return_lse = checks.flag(function, "return_lse", return_lse)
         if q is not None and out is not None:
             (queries, target), _ = arrays.take(function, q=q, out=out)
@@ -477,13 +486,6 @@ def _names_of(function: str, sequences) -> tuple[int, ...]:
     return names
 
 
-def _asked(function: str, options: dict):
-    for name in options:
-        if name not in _DEFAULTS:
-            checks.fail(TypeError, function, "options", f"be among alibi_slopes, {', '.join(_DEFAULTS)}", repr(name))
-    return options_of(function, **_DEFAULTS | options)
-
-
 def _may_cascade(options: dict) -> bool:
     window = options.get("window")
     others = all(options.get(name) is None for name in _APART[1:])
@@ -491,4 +493,3 @@ def _may_cascade(options: dict) -> bool:
 
 
 _APART = ("window", "alibi_slopes", "num_splits")  # what a cascade does not have
-_DEFAULTS = {"causal": True, "softmax_scale": None, "window": (None, None), "softcap": 0.0, "num_splits": None}

@@ -47,8 +47,3 @@ def in_order(x):
 def contiguous(x):
     """Return an array in C order: itself, or a copy."""
     return x if x is None or x.flags.c_contiguous else x.copy()
-
-
-def to_host(x):
-    """Return a device array as a NumPy array, which waits for the device."""
-    return x.get() if hasattr(x, "get") else x

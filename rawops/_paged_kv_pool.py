@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rawops._paged_kv_call import has_unit_stride, to_host
-from rawops._runtime import checks
+from rawops._paged_kv_call import has_unit_stride
+from rawops._runtime import arrays, checks
 
 DTYPES = ("float16", "bfloat16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
@@ -114,8 +114,8 @@ def check_pages(
     Pages are used from the first key on that the window shows to the first query. The first `skipped` keys of each
     sequence are not in the table.
     """
-    lengths, table = to_host(seq_lens) - skipped, to_host(block_table)
-    queries = [1] * len(lengths) if cu_seqlens_q is None else np.diff(to_host(cu_seqlens_q))
+    lengths, table = arrays.to_host(seq_lens) - skipped, arrays.to_host(block_table)
+    queries = [1] * len(lengths) if cu_seqlens_q is None else np.diff(arrays.to_host(cu_seqlens_q))
     table = table if table.ndim == 2 else table[None]
     for b, length in enumerate(lengths):
         if not 0 <= length <= table.shape[1] * page_size:
@@ -131,7 +131,7 @@ def check_pages(
 
 def check_rows(function: str, cu_seqlens_q, total_q: int) -> None:
     """Raise for offsets of queries that do not rise from 0 to rows of q: offsets on the host, or RAWOPS_CHECK=1."""
-    offsets = [int(x) for x in to_host(cu_seqlens_q)]
+    offsets = [int(x) for x in arrays.to_host(cu_seqlens_q)]
     falls = any(end < begin for begin, end in itertools.pairwise(offsets))
     if not offsets or offsets[0] != 0 or falls or offsets[-1] > total_q:
         checks.fail(ValueError, function, "cu_seqlens_q", f"rise from 0 to at most {total_q}, the rows of q", offsets)

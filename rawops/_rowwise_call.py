@@ -123,15 +123,25 @@ class Plan:
     launch: Callable[[list], None] | None
 
 
-def run(op: Op, function: str, operands: tuple, options: tuple) -> tuple:
-    """Make a call; return its operands, with what it allocated, as the kind of array that came in."""
-    plan, taken, addresses, give = op.resolve(function, operands, options)
-    taken, made = list(taken), list(operands)
+def run(op: Op, function: str, operands: tuple, options: tuple, check: Callable | None = None) -> tuple:
+    """Make a call; return its operands, with what it allocated, as the kind of array that came in.
+
+    `check` looks at the values of the arrays, which have passed all other checks.
+    """
+    found = op.resolve(function, operands, options)
+    if found is None:
+        taken, give, device = op.take(function, operands)
+        with device.current():
+            made = run(op, function, taken, options, check)
+            return tuple(given if x is own else give(x) for given, own, x in zip(operands, taken, made, strict=True))
+    plan, addresses = found
+    if check is not None:
+        check(*operands)
+    made = list(operands)
     for i, dense in enumerate(plan.results):
         if dense is not None:
-            taken[i] = plan.device.empty(dense.shape, dense.dtype)
-            addresses[i] = plan.device.pointer(taken[i])
-            made[i] = taken[i] if give is None else give(taken[i])
+            made[i] = plan.device.empty(dense.shape, dense.dtype)
+            addresses[i] = plan.device.pointer(made[i])
     if plan.launch is not None:
         plan.launch(addresses)
     return tuple(made)

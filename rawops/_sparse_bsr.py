@@ -9,6 +9,7 @@ import numpy as np
 from rawops import _sparse_formats as formats
 from rawops import _sparse_operands as given
 from rawops._runtime import checks, dtypes
+from rawops._runtime.device import on_own_device
 from rawops._sparse_tiles import BLOCKS, Blocks, OnCudaCores, OnTensorCores, aligned
 
 
@@ -60,15 +61,16 @@ class BSRMatrix:
         """
         function = "BSRMatrix.from_bsr"
         device, (data, indices, indptr) = given.taken(function, data=data, indices=indices, indptr=indptr)
-        if data.ndim != 3 or data.shape[1] != data.shape[2]:
-            checks.fail(ValueError, function, "data", "have shape (blocks, block, block)", f"{tuple(data.shape)}")
-        data = data.astype(formats.value_dtype(function, "data", data.dtype), copy=False)
-        grid = _grid(function, shape, data.shape[2])
-        numbers = formats.module_of(data).arange(data.shape[0], dtype=np.int32)
-        rows = formats.from_compressed(function, device, numbers, indices, indptr, grid, "row")
-        return cls._of_blocks(
-            function, device, data[: rows.nnz], formats.row_numbers(rows), rows.indices, shape, "indices"
-        )
+        with device.current():
+            if data.ndim != 3 or data.shape[1] != data.shape[2]:
+                checks.fail(ValueError, function, "data", "have shape (blocks, block, block)", f"{tuple(data.shape)}")
+            data = data.astype(formats.value_dtype(function, "data", data.dtype), copy=False)
+            grid = _grid(function, shape, data.shape[2])
+            numbers = formats.module_of(data).arange(data.shape[0], dtype=np.int32)
+            rows = formats.from_compressed(function, device, numbers, indices, indptr, grid, "row")
+            return cls._of_blocks(
+                function, device, data[: rows.nnz], formats.row_numbers(rows), rows.indices, shape, "indices"
+            )
 
     @classmethod
     def from_blocked_ell(cls, data, columns, shape) -> BSRMatrix:
@@ -94,14 +96,16 @@ class BSRMatrix:
         grid = _grid(function, shape, block)
         checks.shape(function, "columns", columns, (grid[0], width))
         checks.shape(function, "data", data, (shape[0], width * block))
-        data = data.astype(formats.value_dtype(function, "data", data.dtype), copy=False)
-        xp = formats.module_of(data)
-        if columns.size and (int(columns.min()) < -1 or int(columns.max()) >= grid[1]):
-            got = f"{int(columns.min())} to {int(columns.max())}"
-            checks.fail(ValueError, function, "columns", f"be between -1 and {grid[1] - 1}", got)
-        row, place = xp.nonzero(columns >= 0)
-        blocks = data.reshape(block_rows, block, width, block)[row, :, place]
-        return cls._of_blocks(function, device, blocks, row, columns[row, place], shape, "columns")
+        with device.current():
+            data = data.astype(formats.value_dtype(function, "data", data.dtype), copy=False)
+            xp = formats.module_of(data)
+            if columns.size and (int(columns.min()) < -1 or int(columns.max()) >= grid[1]):
+                got = f"{int(columns.min())} to {int(columns.max())}"
+                rule = f"be -1 or {checks.places(grid[1], 'block columns')}"
+                checks.fail(ValueError, function, "columns", rule, got)
+            row, place = xp.nonzero(columns >= 0)
+            blocks = data.reshape(block_rows, block, width, block)[row, :, place]
+            return cls._of_blocks(function, device, blocks, row, columns[row, place], shape, "columns")
 
     @classmethod
     def _of_blocks(cls, function: str, device, data, row, col, shape, name: str) -> BSRMatrix:
@@ -164,6 +168,7 @@ class BSRMatrix:
 
     # --- products ---------------------------------------------------------------------------------------------------
 
+    @on_own_device
     def matmat(self, x, alpha=1.0, beta=0.0, out=None, *, precision=None):
         """Compute ``out = alpha * A @ x + beta * out`` for a dense matrix x (columns, any), in one pass.
 

@@ -130,15 +130,8 @@ def _clear(device, address: int, size: int) -> None:
 
 def _on_stream(device, call) -> None:
     """Call with the device's current stream, the device being the current one."""
-    current = device.get_current()
-    if current == device.ordinal:
+    with device.current():
         call(device.get_stream())
-        return
-    device.set_current(device.ordinal)
-    try:
-        call(device.get_stream())
-    finally:
-        device.set_current(current)
 
 
 def _pinned(size: int) -> np.ndarray:

@@ -128,7 +128,7 @@ def _free_bytes(device) -> float:
     if device.is_emulated:
         return float("inf")
     cupy = arrays.cupy_or_raise("SparseMatrix")
-    with cupy.cuda.Device(device.ordinal):
+    with device.current():
         return cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
 
 
@@ -138,11 +138,10 @@ def _elapsed(device, call, repeats: int = 5) -> float:
         raise UnsupportedError(f"SparseMatrix.tune: needs a GPU, found {device}: the emulator models no time")
     cupy = arrays.cupy_or_raise("SparseMatrix.tune")
     call()
-    with cupy.cuda.Device(device.ordinal):
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        end.synchronize()
-        return cupy.cuda.get_elapsed_time(begin, end) / repeats
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(begin, end) / repeats

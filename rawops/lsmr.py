@@ -7,7 +7,6 @@ _lsmr_engine.py, what it multiplies with in _lsmr_operators.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import namedtuple
 from collections.abc import Callable
@@ -34,15 +33,6 @@ from rawops._runtime.checks import fail
 from rawops.sparse import SparseMatrix
 
 __all__ = ["LSMR", "DistributedOperator", "LSMRResult", "LinearOperator", "lsmr"]
-
-
-def _current(device):
-    """Return a context in which `device` is CuPy's current one."""
-    if device.is_emulated:
-        return contextlib.nullcontext()
-    import cupy
-
-    return cupy.cuda.Device(device.ordinal)
 
 
 def _product(function: str, A):
@@ -149,7 +139,9 @@ class LSMR:
         product = self._product
         if not isinstance(product, DistributedProduct):
             return self.shape[0]
-        return product.total_rows(product.device or arrays.current_device(self._function))
+        device = product.device or arrays.current_device(self._function)
+        with device.current():
+            return product.total_rows(device)
 
     def _kept_vectors(self, reorthogonalize) -> int:
         most = max(min(self.shape[1], self._settings.maxiter), 0)
@@ -192,7 +184,7 @@ class LSMR:
         problem = self._problem(b, x0)
         engine = self._engine(problem, 1)
         progress = Progress(self._settings, self.shape, callback, history, show)
-        with _current(problem.device), progress:
+        with problem.device.current(), progress:
             engine.start(problem.b, problem.x0, self._settings)
             report = engine.run(self._settings.maxiter, progress.add if progress.is_wanted else None)[0]
             x0 = engine.start_of([report], problem.x0)
@@ -236,7 +228,7 @@ class LSMR:
         b, x0 = problem.b, problem.x0
         if engine.columns == 1:
             b, x0 = b[:, 0], None if x0 is None else x0[:, 0]
-        with _current(problem.device):
+        with problem.device.current():
             reports, kept = solve_columns(engine, b, x0, self._settings, history)
             x0 = engine.start_of(reports, x0)
             squares = engine.residuals(b, x0, self._settings.damp)
@@ -257,14 +249,15 @@ class LSMR:
         if tunings != self._tunings:  # graphs and workspaces are those of the kernels before
             self._engines, self._tunings = {}, tunings
         if key not in self._engines:
-            with _current(problem.device):
+            with problem.device.current():
                 self._engines[key] = Engine(problem.device, self._product, problem.dtype, columns, self._capacity)
         return self._engines[key]
 
     def _problem(self, b, x0, names=("b", "x0")) -> _Problem:
         function, (m, n) = self._function, self.shape
         if hasattr(b, "toarray"):
-            b = b.toarray()
+            with arrays.current_of(b):
+                b = b.toarray()
         if b is None:
             fail(TypeError, function, names[0], "be a GPU array", "None")
         given = dict(zip(names, (b, x0), strict=True))
@@ -276,7 +269,8 @@ class LSMR:
         b, x0 = shape(function, names[0], b, m), None if x0 is None else shape(function, names[1], x0, n)
         inexact = [x.dtype for x in (self._product, b, x0) if x is not None and x.dtype.kind in "fc"]
         dtype = np.result_type(*(inexact or ["float64"]), self._vectors or "float32")
-        b, x0 = (x if x is None else x.astype(dtype, copy=False) for x in (b, x0))
+        with device.current():
+            b, x0 = (x if x is None else x.astype(dtype, copy=False) for x in (b, x0))
         return _Problem(device, dtype, b, x0, give)
 
 

@@ -315,14 +315,14 @@ def rope(
     if rotary_dim is not None:  # here: 64.0 would find the plan of 64
         rotary_dim = checks.int_range("rope", "rotary_dim", rotary_dim, 0, 2 * MAX_PAIRS)
     options = (theta, checks.flag("rope", "interleaved", interleaved), rotary_dim)
-    if config.current().check and cos is not None and positions is not None:
-        _check_positions(positions, cos)
-    made = run(ROPE, "rope", (q, positions, k, cos, sin, q_out, k_out), options)
+    check = _check_positions if cos is not None and config.current().check else None
+    made = run(ROPE, "rope", (q, positions, k, cos, sin, q_out, k_out), options, check)
     return made[5], made[6]
 
 
-def _check_positions(positions, cos) -> None:
+def _check_positions(q, positions, k, cos, *_) -> None:
     """Raise for positions that a table does not have, which waits for the device."""
     low, high = (int(positions.min()), int(positions.max())) if positions.size else (0, 0)
     if positions.size and not 0 <= low <= high < cos.shape[0]:
-        checks.fail(ValueError, "rope", "positions", f"be between 0 and {cos.shape[0] - 1}", f"{low} to {high}")
+        rule = f"be {checks.places(cos.shape[0], 'rows of the tables')}"
+        checks.fail(ValueError, "rope", "positions", rule, f"{low} to {high}")

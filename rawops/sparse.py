@@ -15,6 +15,7 @@ from rawops import _sparse_formats as formats
 from rawops import _sparse_operands as given
 from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
+from rawops._runtime.device import on_own_device
 from rawops._sparse_bsr import BSRMatrix, from_rows
 from rawops._sparse_profile import Choice, Profile
 from rawops._sparse_store import Store, check_dual, is_dual
@@ -117,8 +118,9 @@ class SparseMatrix:
         check_dual(function, dual)
         shape = formats.check_shape(function, shape)
         device, (data, row, col) = given.taken(function, data=data, row=row, col=col)
-        rows, order, starts = formats.from_coordinates(function, device, data, row, col, shape)
-        return cls(Store(device, False, rows, is_dual(device, rows, dual), data.size, order, starts))
+        with device.current():
+            rows, order, starts = formats.from_coordinates(function, device, data, row, col, shape)
+            return cls(Store(device, False, rows, is_dual(device, rows, dual), data.size, order, starts))
 
     @classmethod
     def from_scipy(cls, matrix, *, dual=True) -> SparseMatrix:
@@ -146,7 +148,9 @@ class SparseMatrix:
         if kind == "coo":
             return cls.from_coo(*map(move, (matrix.data, matrix.row, matrix.col)), matrix.shape, dual=dual)
         make = cls.from_csc if kind == "csc" else cls.from_csr
-        matrix = matrix if kind in ("csr", "csc") else matrix.tocsr()
+        if kind not in ("csr", "csc"):
+            with arrays.current_of(matrix):
+                matrix = matrix.tocsr()
         return make(*map(move, (matrix.data, matrix.indices, matrix.indptr)), matrix.shape, dual=dual)
 
     @classmethod
@@ -155,14 +159,19 @@ class SparseMatrix:
         shape = formats.check_shape(function, shape)
         device, taken = given.taken(function, data=data, indices=indices, indptr=indptr)
         order = shape[::-1] if is_csc else shape
-        rows = formats.from_compressed(function, device, *taken, order, "column" if is_csc else "row")
-        return cls(Store(device, is_csc, rows, is_dual(device, rows, dual), taken[0].size))
+        with device.current():
+            rows = formats.from_compressed(function, device, *taken, order, "column" if is_csc else "row")
+            return cls(Store(device, is_csc, rows, is_dual(device, rows, dual), taken[0].size))
 
     # --- what it is -------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         rows, cols = self.shape
         return f"SparseMatrix {rows} x {cols} {self.dtype}: {self.nnz} entries"
+
+    @property
+    def _device(self):
+        return self._store.device
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -188,6 +197,7 @@ class SparseMatrix:
         return SparseMatrix(self._store, not self._transposed, not self._conjugated)
 
     @property
+    @on_own_device
     def profile(self) -> Profile:
         """The rows of this matrix; ``A.T.profile`` has its columns."""
         return self._store.profile_of(self._transposed)
@@ -203,6 +213,7 @@ class SparseMatrix:
         kept += sum(x.nbytes for product in products for x in product.kept)
         return Plan(*(store.choices[way] for way in ways), len(store.rows) == 2, kept)
 
+    @on_own_device
     def to_scipy(self):
         """Copy to a SciPy array on the host, CSR or CSC, with entries in the order that is kept. It synchronises.
 
@@ -220,6 +231,7 @@ class SparseMatrix:
             host[0] = host[0].conj()
         return (sparse.csc_array if is_csc else sparse.csr_array)(tuple(host), shape=self.shape)
 
+    @on_own_device
     def to_bsr(self, block: int) -> BSRMatrix:
         """Copy to a matrix of dense blocks, for products with dense matrices. It synchronises.
 
@@ -235,6 +247,7 @@ class SparseMatrix:
             rows = transposed(store.device, store.values)
         return from_rows(function, store.device, rows, block, self._conjugated)
 
+    @on_own_device
     def tune(self) -> Plan:
         """Time a few kernels for each direction that has its own format, keep the fastest, and return the plan.
 
@@ -244,6 +257,7 @@ class SparseMatrix:
         self._store.tune()
         return self.plan
 
+    @on_own_device
     def update_values(self, data) -> None:
         """Replace the values, in the order in which they were given at construction, and keep all else.
 
@@ -295,6 +309,7 @@ class SparseMatrix:
         way, conjugated = not self._transposed, not self._conjugated
         return self._multiply("SparseMatrix.rmatvec", way, conjugated, x, alpha, beta, out)
 
+    @on_own_device
     def matmat(self, x, alpha=1.0, beta=0.0, out=None):
         """Compute ``out = alpha * A @ x + beta * out`` for a dense matrix x (columns, any) in one pass.
 
@@ -352,6 +367,10 @@ class SparseMatrix:
         if known is not None and given.are_apart(known, self._store.ready.get(known[0])):
             self._run(way, conjugated, x, out, (alpha, 0.0, 0), (beta, 0.0, 0), None)
             return out
+        device = self._store.device
+        if device.get_current() != device.ordinal:
+            with device.current():
+                return self._multiply(function, way, conjugated, x, alpha, beta, out)
         rows, cols = self.shape if way == self._transposed else self.shape[::-1]
         x, out, give = given.operands(function, self._store.device, x, out, (cols,))
         result_dtype = given.promoted(function, "x", self.dtype, x.dtype)

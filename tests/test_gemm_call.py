@@ -13,6 +13,8 @@ from rawops._gemm_steps import ONE, ZERO
 from rawops._runtime import arrays
 from rawops._runtime.kernel import Function
 
+CURRENT = [0]  # the number of the device that stands in for CuPy's current one
+
 
 class Memory:
     def __init__(self, ptr, device_id):
@@ -32,7 +34,9 @@ class Native:
 @pytest.fixture
 def prepared(monkeypatch):
     """A product of stand-ins, whose launches are counted and run by nothing."""
+    CURRENT[0] = 0
     monkeypatch.setattr(arrays, "_native", Native)
+    monkeypatch.setattr(arrays, "_get_current", lambda: CURRENT[0])
     monkeypatch.setattr(arrays, "device_of", lambda function, **named: None)
     calls = []
 
@@ -76,8 +80,10 @@ def test_a_launch_is_prepared_once_for_each_key(prepared):
     for _ in range(2):
         for first, second in itertools.product(kinds, kinds):
             for named in (first, second, second):
+                CURRENT[0] = named["a"].data.device_id
                 product(tuple(named.get(role) for role in product.roles))
     assert len(calls) == len(kinds)
+    CURRENT[0] = 0
     product(tuple(operands(a=Native((4, 8), address=1 << 22)).get(role) for role in product.roles))
     assert len(calls) == len(kinds)
 
@@ -87,6 +93,7 @@ def test_arrays_that_need_more_thought_have_no_signature(prepared):
     assert arrays.signature((x, None, x)) is not None
     assert arrays.signature((x, np.zeros((4, 4)))) is None
     assert arrays.signature((x, Native((4, 4), ordinal=1))) is None
+    assert arrays.signature((Native((4, 4), ordinal=1), x)) is None
 
 
 def test_a_result_over_an_input_is_found(prepared):

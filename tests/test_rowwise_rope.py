@@ -1,5 +1,7 @@
 """Rotary positions: angles in float64, both pairings, parts of a head, tables, slices of a packed qkv in place."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -80,6 +82,8 @@ def test_tables(device, rng, interleaved, monkeypatch):
     monkeypatch.setattr(rawops.config, "current", lambda: rawops.config.Config(check=True))
     with pytest.raises(ValueError, match="positions must be between 0 and 8, got -1 to 2147483647"):
         rawops.rope(device.put(x), None, device.put(positions), **tables)
+    with pytest.raises(ValueError, match="positions must be among 0 rows of the tables, got 0 to 0"):
+        rawops.rope(device.put(x), None, device.put(positions * 0), **{n: t[:0] for n, t in tables.items()})
 
 
 def test_packed_qkv_in_place(device, rng):
@@ -102,8 +106,13 @@ def test_packed_qkv_in_place(device, rng):
         rawops.rope(qkv[:, :, :4], None, device.put(positions), q_out=qkv[:, :, 1:5])
 
 
-def test_wrong_and_empty(device):
+@pytest.mark.parametrize("check", [False, True])
+def test_wrong_and_empty(device, check, monkeypatch):
+    """Checks of values come after those of types and shapes, and change none of them."""
+    settings = dataclasses.replace(rawops.config.current(), check=check)
+    monkeypatch.setattr(rawops.config, "current", lambda: settings)
     q, positions = device.put(np.zeros((3, 2, 8), np.float16)), device.put(np.zeros(3, np.int32))
+    tables = dict.fromkeys(("cos", "sin"), q[:, 0, :4])
     assert rawops.rope(q[:0], None, positions[:0])[0].shape == (0, 2, 8)
     for wrong, kind, message in (
         ({"k": q[:2]}, ValueError, "k must have shape"),
@@ -118,6 +127,9 @@ def test_wrong_and_empty(device):
         ({"cos": q[:, 0, :4]}, TypeError, "sin must be an array"),
         ({name: q[0, 0, :1].reshape(()) for name in ("cos", "sin")}, ValueError, "cos must have shape"),
         ({"k_out": q}, ValueError, "k_out must be None"),
+        ({**tables, "positions": [0, 1, 2]}, TypeError, "positions must be a GPU array, got list"),
+        ({**tables, "positions": positions.astype(np.float32) - 1}, TypeError, "positions must have dtype"),
+        ({**tables, "cos": [1.0]}, TypeError, "cos must be a GPU array, got list"),
     ):
         with pytest.raises(kind, match=message):
             rawops.rope(**({"q": q, "k": None, "positions": positions} | wrong))

@@ -226,7 +226,9 @@ def test_numpy_arrays_outside_the_emulator_say_both_ways_out(monkeypatch):
     kernel, x = rawops.Kernel(ARGUMENTS, "first_element"), np.zeros(1, np.float32)
     cupy = types.ModuleType("cupy")
     cupy.ndarray = type("ndarray", (), {})
+    cupy.cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(getDevice=int))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(arrays, "_get_current", int)
     with pytest.raises(TypeError, match=r"first_element: args\[0\] must be a GPU array, got a NumPy array") as caught:
         kernel(1, 1, (x, x))
     assert "cupy.asarray" in str(caught.value) and "rawops.emulate()" in str(caught.value)

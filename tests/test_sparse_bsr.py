@@ -199,7 +199,7 @@ def test_checks(device, rng):
         A @ device.put(np.ones((16, 2), np.float16))
     with pytest.raises(TypeError, match="precision must be None but for float32, got 'tf32' for float16"):
         A.matmat(device.put(np.ones((32, 2), np.float16)), precision="tf32")
-    with pytest.raises(ValueError, match="columns must be between -1 and 1, got 2 to 2"):
+    with pytest.raises(ValueError, match="columns must be -1 or between 0 and 1, got 2 to 2"):
         BSRMatrix.from_blocked_ell(device.put(np.ones((16, 16))), device.put(np.array([[2]])), (16, 32))
     with pytest.raises(ValueError, match="block must be 4, 8, 16 or 32"):
         Coordinates(rng, (3, 3), 1).put(device).to_bsr(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ _CARRIERS = {"torch.bfloat16": "int16", "torch.float8_e4m3fn": "uint8", "torch.f
 
 
 _native: type | tuple = ()  # cupy.ndarray, from when `take` has first seen it
+_get_current: Callable[[], int] = int  # the number of CuPy's current device, from then on; 0 until then
 
 
 def signature(operands: tuple) -> tuple[list, list] | None:
@@ -32,8 +34,8 @@ def signature(operands: tuple) -> tuple[list, list] | None:
     list of int
         The addresses of the first elements, 0 for None; that of an empty array may be anything.
 
-    Or None, where an array is not CuPy's, is on another device than the first or has foreign bytes: what `take` and
-    `device_of` are for.
+    Or None, where an array is not CuPy's, is not on the current device or has foreign bytes: what `take`, `device_of`
+    and ``device.current()`` are for.
     """
     native, key, addresses, ordinal = _native, [], [], None
     for x in operands:
@@ -46,7 +48,7 @@ def signature(operands: tuple) -> tuple[list, list] | None:
             if not dtype.isnative:
                 return None
             if memory.device_id != ordinal:
-                if ordinal is not None:
+                if ordinal is not None or memory.device_id != _get_current():
                     return None
                 ordinal = memory.device_id
             key += (x.shape, x.strides, dtype, address & 15)
@@ -74,9 +76,11 @@ def take(function: str, **named) -> tuple[list, Callable]:
     callable
         Turns a result into the kind of the first array; an ``out`` that was given comes back as the same object.
     """
-    global _native
+    global _native, _get_current
     cupy = sys.modules.get("cupy")
     _native = native = cupy.ndarray if cupy is not None else ()
+    if cupy is not None:
+        _get_current = cupy.cuda.runtime.getDevice
     values, first = [], None
     for name, x in named.items():
         if x is not None:
@@ -114,6 +118,20 @@ def device_of(function: str, **named) -> devices.Device:
         elif device is not found:
             fail(ValueError, function, name, f"be on the same device as {first} ({found})", str(device))
     return found
+
+
+def current_of(x):
+    """Return a context in which CuPy works on an array or a sparse matrix of its own; for others it changes nothing."""
+    is_cupys = type(x).__module__.partition(".")[0] in ("cupy", "cupyx")
+    return devices.cuda(x.data.device.id).current() if is_cupys else contextlib.nullcontext()
+
+
+def to_host(x):
+    """Return a CuPy array as NumPy's, which waits for the device; anything else as it is."""
+    if not hasattr(x, "get"):
+        return x
+    with current_of(x):
+        return x.get()
 
 
 def span(x) -> tuple[int, int]:
@@ -187,6 +205,10 @@ def _exporter(first, out, converted_out) -> Callable:
     def give(x):
         if out is not None and x is converted_out:
             return out
+        with devices.cuda(x.data.device_id).current():  # whose current stream the other library's is to wait for
+            return export(x)
+
+    def export(x):
         carrier = _CARRIERS.get(f"{module.__name__}.{x.dtype.name}")
         if carrier:
             return module.from_dlpack(x.view(carrier)).view(getattr(module, x.dtype.name))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from rawops._runtime import arrays, checks
 
 _MAX_PLANS = 256
@@ -29,11 +31,14 @@ class Op:
         self._plans: dict[tuple, Any] = {}
         self._last: tuple = (None, None, None, None)
 
-    def resolve(self, function: str, operands: tuple, options: tuple) -> tuple[Any, tuple, list, Callable | None]:
-        """Return the plan, the arrays as CuPy's or NumPy's, their addresses, and what converts a result back."""
+    def resolve(self, function: str, operands: tuple, options: tuple) -> tuple[Any, list] | None:
+        """Return the plan and the addresses of the arrays.
+
+        None where they are not CuPy's or NumPy's or not of the current device: call again with what `take` returns.
+        """
         found = arrays.signature(operands)
         if found is None:
-            return self._convert(function, operands, options)
+            return self._resolve_emulated(function, operands, options)
         key, addresses = found  # all that the plan depends on, with the options
         last_key, last_function, last_options, plan = self._last
         if key != last_key or function != last_function or options != last_options:
@@ -41,7 +46,14 @@ class Op:
             self._last = key, function, options, plan
         if plan.apart:
             check_apart(function, self.names, plan.apart, addresses)
-        return plan, operands, addresses, None
+        return plan, addresses
+
+    def take(self, function: str, operands: tuple) -> tuple[tuple, Callable, Any]:
+        """Return the arrays as CuPy's, what converts a result back, and the device, to be made the current one."""
+        self._check_given(function, operands)
+        taken, give = arrays.take(function, **dict(zip(self.names, operands, strict=True)))
+        device = arrays.device_of(function, **dict(zip(self.names, taken, strict=True)))
+        return tuple(taken), give, device
 
     def _plan_of(self, function: str, operands: tuple, addresses: list, options: tuple, key: tuple):
         plan = self._plans.get(key)
@@ -53,14 +65,17 @@ class Op:
             self._plans[key] = plan
         return plan
 
-    def _convert(self, function: str, operands: tuple, options: tuple) -> tuple:
-        self._check_given(function, operands)
-        taken, give = arrays.take(function, **dict(zip(self.names, operands, strict=True)))
-        device = arrays.device_of(function, **dict(zip(self.names, taken, strict=True)))
-        operands, addresses = tuple(taken), [device.pointer(x) for x in taken]
+    def _resolve_emulated(self, function: str, operands: tuple, options: tuple) -> tuple[Any, list] | None:
+        """Resolve arrays of the emulator, which is too slow itself to need a cache."""
+        if not all(x is None or isinstance(x, np.ndarray) for x in operands):
+            return None
+        _, _, device = self.take(function, operands)
+        if device.get_current() != device.ordinal:
+            return None
+        addresses = [device.pointer(x) for x in operands]
         plan = self.prepare(function, operands, addresses, options)
         check_apart(function, self.names, plan.apart, addresses)
-        return plan, operands, addresses, give
+        return plan, addresses
 
     def _check_given(self, function: str, operands: tuple) -> None:
         for name, x in zip(self.names[: self.required], operands, strict=False):

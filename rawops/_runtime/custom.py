@@ -96,7 +96,8 @@ class Kernel:
         if len(args) != len(parameters):
             fail(TypeError, name, "args", f"have {len(parameters)} entries", len(args))
         pairs = enumerate(zip(parameters, args, strict=True))
-        return loaded, [_value(device, name, f"args[{i}]", parameter, arg) for i, (parameter, arg) in pairs]
+        with device.current():  # where a 0-d array is read for its number
+            return loaded, [_value(device, name, f"args[{i}]", parameter, arg) for i, (parameter, arg) in pairs]
 
     def compile(self, arch: str) -> compiler.Compiled:
         """Compile for an architecture ("sm_90a") without launching and return the result."""

@@ -25,6 +25,39 @@ _FLOAT8 = frozenset(map(dtypes.numpy, ("float8_e4m3fn", "float8_e5m2")))
 # --- CUDA -----------------------------------------------------------------------------------------------------------
 
 
+class _Current:
+    """A ``with`` block in which a GPU is the thread's current one, whichever was before and is again behind it."""
+
+    __slots__ = ("_before", "_device")
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        device = self._device
+        self._before = before = device.get_current()
+        if before != device.ordinal:
+            device.set_current(device.ordinal)
+
+    def __exit__(self, *error) -> None:
+        if self._before != self._device.ordinal:
+            self._device.set_current(self._before)
+
+
+def on_own_device(method):
+    """Have a method run with its object's ``_device`` as the current one: CuPy works there, and takes memory there."""
+
+    @functools.wraps(method)
+    def run(self, *args, **options):
+        device = self._device
+        if device.get_current() == device.ordinal:
+            return method(self, *args, **options)
+        with device.current():
+            return method(self, *args, **options)
+
+    return run
+
+
 class CudaDevice:
     """One GPU, seen through CuPy."""
 
@@ -61,6 +94,10 @@ class CudaDevice:
         """As launch_kernel, for a kernel that may begin before the launch before it is complete."""
         return EarlyLaunch()
 
+    def current(self) -> _Current:
+        """Return a context in which this is the current device, as CuPy wants it of the arrays that it works on."""
+        return _Current(self)
+
     def holds(self, x) -> bool:
         """Tell whether a CuPy array is in this device's memory, in the byte order that a kernel reads."""
         return x.data.device_id == self.ordinal and x.dtype.isnative
@@ -73,24 +110,16 @@ class CudaDevice:
         """Allocate an array from CuPy's pool on this device."""
         if dtype in _FLOAT8:  # which CuPy knows as views only
             return self.empty(shape, _BYTE).view(dtype)
-        current = self.get_current()
-        if current == self.ordinal:
+        if self.get_current() == self.ordinal:
             return self.array_type(shape, dtype)
-        self.set_current(self.ordinal)
-        try:
+        with self.current():
             return self.array_type(shape, dtype)
-        finally:
-            self.set_current(current)
 
     def zero(self):
         """Allocate one int32 of 0, on the current stream of this device."""
-        found = self.empty((1,), np.dtype(np.int32))
-        current = self.get_current()
-        self.set_current(self.ordinal)
-        try:
+        with self.current():
+            found = self.empty((1,), np.dtype(np.int32))
             found.fill(0)
-        finally:
-            self.set_current(current)
         return found
 
     def bind_context(self) -> None:
@@ -119,11 +148,15 @@ def cuda(ordinal: int) -> CudaDevice:
 _SM_COUNTS = {80: 108, 86: 84, 89: 142, 90: 132}  # of the cards that the emulator stands in for, by capability
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class EmulatedDevice:
     """The emulator in the place of a GPU: NumPy arrays are its memory."""
 
     is_emulated = True
     array_type = np.ndarray
+    ordinal, get_current = 0, int  # it is the current device everywhere
 
     def __init__(self, arch: str, **options) -> None:
         capabilities = {arch_name(c): c for c in _SM_COUNTS}
@@ -146,6 +179,10 @@ class EmulatedDevice:
     @property
     def name(self) -> str:
         return repr(self)
+
+    def current(self):
+        """Return a context that changes nothing: NumPy works everywhere."""
+        return _NOTHING
 
     def holds(self, x) -> bool:
         """Tell whether NumPy arrays are this emulator's here and now, and this one's elements a kernel's to read."""

@@ -54,7 +54,7 @@ class CudaFunction:
     """A kernel instance loaded on one GPU, a `CudaDevice`."""
 
     def __init__(self, device, compiled: compiler.Compiled) -> None:
-        import cupy
+        from cupy.cuda import Module
 
         self.device, self.compiled = device, compiled
         self._ordinal = device.ordinal
@@ -63,8 +63,8 @@ class CudaFunction:
         self._shared_limit = _DEFAULT_SHARED - compiled.resources.shared_bytes
         self._local = threading.local()
         self._lock = threading.Lock()
-        with cupy.cuda.Device(device.ordinal), _capture_allowed():
-            self._module = cupy.cuda.Module()
+        with device.current(), _capture_allowed():
+            self._module = Module()
             self._module.load(compiled.cubin)
             self._function = self._module.get_function(compiled.lowered)
         self._pointer = self._function.ptr
@@ -82,14 +82,14 @@ class CudaFunction:
             buffer, table = self._new_arguments()
         self._pack_into(buffer, 0, *values)
         (grid_x, grid_y, grid_z), (x, y, z) = grid, block
-        if shared_bytes > self._shared_limit:
-            self._opt_in(shared_bytes)
         device = self.device
         current = device.get_current()
         elsewhere = current != self._ordinal
         if elsewhere:
             device.set_current(self._ordinal)
         try:
+            if shared_bytes > self._shared_limit:
+                self._opt_in(shared_bytes)
             stream = device.get_stream().ptr
             launch = device.launch_early if early and device.capability >= 90 else device.launch_kernel
             launch(self._pointer, grid_x, grid_y, grid_z, x, y, z, shared_bytes, stream, table, 0)
@@ -131,7 +131,7 @@ class CudaFunction:
 
     def _opt_in(self, shared_bytes: int) -> None:
         check_shared(self.device, self.compiled, shared_bytes)
-        with self._lock, _capture_allowed():
+        with self.device.current(), self._lock, _capture_allowed():
             if shared_bytes > self._shared_limit:
                 self.device.set_attribute(self._pointer, _MAX_DYNAMIC_SHARED, shared_bytes)
                 self._shared_limit = shared_bytes

@@ -71,6 +71,7 @@ class PaperDevice:
 
     is_emulated = True
     array_type = np.ndarray
+    ordinal, get_current = 0, int
 
     def __init__(self, board: Board) -> None:
         self.board, self.name = board, board.name

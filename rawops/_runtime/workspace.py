@@ -52,7 +52,7 @@ def _zeros(device, count: int, dtype: str):
         return np.zeros(count, dtype)  # which the emulator puts on a boundary of 512 bytes, as CuPy does
     import cupy
 
-    with cupy.cuda.Device(device.ordinal), cupy.cuda.Stream(non_blocking=True) as stream:
+    with device.current(), cupy.cuda.Stream(non_blocking=True) as stream:
         x = device.empty((count,), dtype)
         x.fill(0)
         stream.synchronize()
