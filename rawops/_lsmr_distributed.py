@@ -55,6 +55,8 @@ class DistributedProduct:
     def __init__(self, operator: DistributedOperator, product) -> None:
         self.operator, self.product = operator, product
         self.shape, self.dtype, self.device = product.shape, product.dtype, product.device
+        has_entries = getattr(product, "column_squares", None) is not None
+        self.column_squares = self._column_squares if has_entries else None
 
     def bind(self, vectors: Vectors) -> BoundDistributed:
         return BoundDistributed(self.operator, self.product, vectors)
@@ -66,7 +68,7 @@ class DistributedProduct:
         self.operator.all_reduce(rows)
         return int(rows[0])
 
-    def column_squares(self):
+    def _column_squares(self):
         """Return the squared norms of the whole columns."""
         squares = self.product.column_squares()
         self.operator.all_reduce(squares)

@@ -284,6 +284,10 @@ def test_one_process_with_nccl(device, rng, dtype):
 def test_distributed_mistakes(device):
     with pytest.raises(TypeError, match=r"communicator must have all_reduce or be an NcclCommunicator, got int"):
         rawops.DistributedOperator(device.put(np.eye(3)), 3)
+    alone = SimpleNamespace(all_reduce=lambda source, target: None)
+    operator = rawops.LinearOperator((3, 3), lambda x: x, lambda x: x, "float64")
+    with pytest.raises(ValueError, match="preconditioner must not be 'column' for an operator"):
+        rawops.lsmr(rawops.DistributedOperator(operator, alone), device.put(np.ones(3)), preconditioner="column")
 
 
 # --- the status -----------------------------------------------------------------------------------------------------
