@@ -43,6 +43,7 @@ class Store:
         self.products: dict[bool, Product] = {}
         self.dense = {way: Dense(device, kept) for way, kept in self.rows.items()}
         self.tunings = 0  # so that whoever holds on to kernels, and their memory, knows of others
+        self.updates = 0  # and whoever has made something of the values, of other values
         self.ready: dict[tuple, tuple[int, int]] = {}  # the sizes of x and y of calls that need no more checks
         for way in (False, True):
             if way in self.rows:
@@ -82,6 +83,7 @@ class Store:
 
     def update(self, data) -> None:
         """Write other values into all formats, in place: captured graphs see them."""
+        self.updates += 1
         values = self.values
         if len(self.rows) == 2 and self.derived_order is None:  # first, since it may not fit into memory
             self.derived_order = formats.column_order(values)

@@ -19,6 +19,7 @@ from rawops._lsmr_engine import HISTORY, Engine, Settings
 from rawops._lsmr_kernels import MOST_COLUMNS
 from rawops._lsmr_many import solve_columns
 from rawops._lsmr_operators import (
+    ColumnScaling,
     EmptyProduct,
     LinearOperator,
     PreconditionedProduct,
@@ -101,6 +102,9 @@ class LSMR:
 
     Notes
     -----
+    A `SparseMatrix` may be given other values between solves, by `update_values`: the preconditioner "column" then
+    takes the norms of its columns anew. Those of a dense array are of when the solver was made.
+
     One solver belongs on one stream at a time. Workspace besides A and b: u of m elements and v, x, h and hbar of n,
     some thousand float64 numbers for sums, and the result.
     """
@@ -133,7 +137,7 @@ class LSMR:
             self._product = self._preconditioned(preconditioner)
         self._vectors = checks.choice(self._function, "vectors", vectors, (None, "float64"))
         self._engines: dict[tuple, Engine] = {}
-        self._tunings = _tunings_of(self._product)
+        self._tunings, self._updates = _changes_of(self._product)
 
     def _total_rows(self) -> int:
         product = self._product
@@ -245,13 +249,24 @@ class LSMR:
         return LSMRResult(x, codes, codes.copy(), *(norms.copy() for _ in HISTORY), history=kept, status=[])
 
     def _engine(self, problem: _Problem, columns: int) -> Engine:
-        key, tunings = (problem.device, problem.dtype, columns), _tunings_of(self._product)
+        key, (tunings, updates) = (problem.device, problem.dtype, columns), _changes_of(self._product)
         if tunings != self._tunings:  # graphs and workspaces are those of the kernels before
             self._engines, self._tunings = {}, tunings
+        if updates != self._updates:
+            self._engines, self._updates = self._of_new_values(), updates
         if key not in self._engines:
             with problem.device.current():
                 self._engines[key] = Engine(problem.device, self._product, problem.dtype, columns, self._capacity)
         return self._engines[key]
+
+    def _of_new_values(self) -> dict:
+        """Take the norms of the columns anew, where the preconditioner has them; return the engines that stay."""
+        product = self._product
+        if not (isinstance(product, PreconditionedProduct) and isinstance(product.preconditioner, ColumnScaling)):
+            return self._engines
+        scaling = column_scaling(self._function, product.product)
+        self._product = PreconditionedProduct(self._function, product.product, scaling)
+        return {}
 
     def _problem(self, b, x0, names=("b", "x0")) -> _Problem:
         function, (m, n) = self._function, self.shape
@@ -274,11 +289,12 @@ class LSMR:
         return _Problem(device, dtype, b, x0, give)
 
 
-def _tunings_of(product) -> int:
-    """Return how often the `SparseMatrix` of a product has been tuned; of others 0."""
+def _changes_of(product) -> tuple[int, int]:
+    """Return how often the `SparseMatrix` of a product has been tuned, and given other values; of others 0."""
     while hasattr(product, "product"):
         product = product.product
-    return product.matrix._store.tunings if isinstance(product, SparseProduct) else 0
+    store = product.matrix._store if isinstance(product, SparseProduct) else None
+    return (store.tunings, store.updates) if store else (0, 0)
 
 
 def _number(function: str, name: str, value) -> float:

@@ -407,6 +407,24 @@ def test_solver_whose_matrix_is_tuned_takes_the_new_kernels(device, rng, monkeyp
     assert_same(device, solver.solve(device.put(b)), expected)
 
 
+@pytest.mark.parametrize("first", ["other values", "infinity"])
+def test_column_norms_are_those_of_the_values_now(device, rng, first):
+    """A solver whose matrix was given other values solves as a new one does."""
+    a = sparse.csr_array(rng.standard_normal((40, 12)))
+    b, values = device.put(rng.standard_normal(40)), a.data * np.resize(10.0 ** np.arange(-4, 4), a.nnz)
+    A = rawops.SparseMatrix.from_scipy(a)
+    if first == "infinity":
+        A.update_values(device.put(np.where(np.arange(a.nnz) == 7, np.inf, a.data)))
+    solver = rawops.LSMR(A, preconditioner="column")
+    solver.solve(b)
+    A.T.update_values(device.put(values))
+    for solve in (lambda s: s.solve(b), lambda s: s.solve_many(device.xp.stack([b, 2 * b], 1))):
+        got, want = solve(solver), solve(rawops.LSMR(A, preconditioner="column"))
+        np.testing.assert_array_equal(device.get(got.x), device.get(want.x))
+        np.testing.assert_array_equal(got.itn, want.itn)
+        assert np.isfinite(device.get(got.x)).all()
+
+
 @pytest.mark.gpu
 def test_a_solve_that_is_cut_short_leaves_later_uploads_alone(device, rng):
     """A chunk is under way, and then the copy of its state, when the solver and its pinned memory are let go."""
