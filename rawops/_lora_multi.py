@@ -107,17 +107,21 @@ class MultiLoRA:
         slot = self._checked_slot(function, slot)
         scaling = dtypes.as_float32(checks.number(function, "scaling", scaling))
         pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)
+        self._loaded.discard(slot)
         stack, K = self._stack, self.c.shape[0]
         with self._device.current():
             stack.non_finite[slot] = 0
+            stack.ranks[slot] = 0  # no adapter until all of it is there: a copy may fail, or be interrupted
             for i, (pair, (start, stop)) in enumerate(zip(pairs, self.slices, strict=True)):
                 rank = 0 if pair is None else pair[0].shape[1]
                 if rank:
                     stack.a[slot, i, :rank, :K] = pair[0].T
                     stack.put_b(self._device, slot, start, stop, pair[1])
                     stack.non_finite[slot] |= has_non_finite(pair[1])
-                stack.ranks[slot, i] = rank
             stack.scalings[slot] = scaling
+            for i, pair in enumerate(pairs):
+                if pair is not None:
+                    stack.ranks[slot, i] = pair[0].shape[1]
         self._loaded.add(slot)
 
     def unload(self, slot: int) -> None:

@@ -85,6 +85,23 @@ def test_slot_reuse(device, rng):
     np.testing.assert_array_equal(bits(device, got), bits(device, rawops.gemm(device.put(x), device.put(c))))
 
 
+def test_a_load_that_fails_leaves_an_empty_slot(device, rng, monkeypatch):
+    """Neither the old adapter nor a mixture of the two, also of the slices that were copied already."""
+    x, c, indices = integers(rng, (5, 40)), integers(rng, (40, 24)), device.put(np.zeros(5, np.int32))
+    op = MultiLoRA(device.put(c), 2, 8, slices=[(0, 8), (8, 24)])
+    a, b = ([device.put(integers(rng, s)) for s in sizes] for sizes in (((40, 8), (40, 8)), ((8, 8), (8, 16))))
+    op.load(0, a, b)
+    failing = iter([False])
+    monkeypatch.setattr("rawops._lora_multi.has_non_finite", lambda x: next(failing))
+    with pytest.raises(StopIteration):
+        op.load(0, a[::-1], b, 2.0)
+    monkeypatch.undo()
+    same(device, op(device.put(x), indices), references.gemm(x, c))
+    op.load(0, a, b)
+    monkeypatch.setattr(config, "current", lambda: config.Config(check=True))
+    op(device.put(x), indices)
+
+
 @pytest.mark.parametrize("M", [19, 300])
 def test_permutations(device, rng, M):
     """Rows in another order give the same bits in that order; 300 rows are sorted by a kernel of its own."""
