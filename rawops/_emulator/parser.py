@@ -46,8 +46,7 @@ def _parse(text: _Text, entry: str) -> Program:
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _STATEMENT = re.compile(
     r"""\s*(?:
-      (?P<loc>\.loc\s+(?P<file>\d+)\s+(?P<line>\d+)\s+\d+[^\n]*)
-    | (?P<filedef>\.file\s+(?P<number>\d+)\s+"(?P<path>[^"]*)"[^\n]*)
+      (?P<filedef>\.file\s+(?P<number>\d+)\s+"(?P<path>[^"]*)"[^\n]*)
     | (?P<section>\.section\s+\S+\s*\{.*?\n\s*\})
     | (?P<meta>\.(?:version|target|address_size)\b[^\n]*)
     | (?P<label>[\w$%]+)\s*:(?!:)\s*(?P<table>\.(?:branchtargets|calltargets|callprototype)[^;]*;)?
@@ -57,6 +56,14 @@ _STATEMENT = re.compile(
     | (?P<body>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*;)
     )""",
     re.X | re.S,
+)
+# Nearly all statements are one of these: they are matched first.
+_USUAL = re.compile(
+    r"""\s*(?:
+      \.loc\s+(?P<file>\d+)\s+(?P<line>\d+)\s+\d+[^\n]*
+    | (?![\w$%]+\s*:(?!:))(?P<plain>[@a-z][^;{}]*);
+    )""",
+    re.X,
 )
 _VARIABLE = re.compile(
     r"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>global|shared|const|local|param)\b"
@@ -91,11 +98,18 @@ class _Parser:
         """Parse everything, then resolve labels, places and addresses."""
         position, end = 0, len(self.text.rstrip())
         while position < end:
-            match = _STATEMENT.match(self.text, position)
+            match = _USUAL.match(self.text, position)
             if match is None:
-                raise UnsupportedPTX(f"cannot parse PTX at: {self.text[position : position + 80].strip()!r}")
+                match = _STATEMENT.match(self.text, position)
+                if match is None:
+                    raise UnsupportedPTX(f"cannot parse PTX at: {self.text[position : position + 80].strip()!r}")
+                self._statement(match)
+            elif match["plain"]:
+                self._instruction(match["plain"])
+            else:
+                # Line 0 marks code of no line in particular: the line before is more use to a reader.
+                self.loc = (int(match["file"]), int(match["line"]) or self.loc[1])
             position = match.end()
-            self._statement(match)
         if self.entry not in self.functions or not self.functions[self.entry].entry:
             names = ", ".join(f.name for f in self.functions.values() if f.entry)
             raise UnsupportedPTX(f"the PTX has no kernel {self.entry!r}; it has: {names or 'none'}")
@@ -106,9 +120,6 @@ class _Parser:
         kind = match.lastgroup
         if kind == "body":
             self._body(match["body"][:-1].strip())
-        elif kind == "loc":
-            # Line 0 marks code of no line in particular: the line before is more use to a reader.
-            self.loc = (int(match["file"]), int(match["line"]) or self.loc[1])
         elif kind == "filedef":
             self.files[int(match["number"])] = match["path"]
         elif kind == "meta":
@@ -243,7 +254,7 @@ class _Parser:
         number = read_number(token)
         if number is not None:
             return number
-        base, sign, offset = split_offset(token)
+        base, sign, offset = split_offset(token) if "+" in token or "-" in token else (token, 1, 0)
         for scope in reversed(self.scopes):
             register = scope.register(base)
             if register is not None:

@@ -62,7 +62,7 @@ def bind(code: list[Instruction], index: int, end: int, ctx: Context) -> Step:
     ins = code[index]
     entry = lookup(ins)
     most = _MAX_FUSED_VALUES // ctx.L
-    if entry.fuses and most >= _MIN_FUSED:
+    if entry.fuses and most >= _MIN_FUSED and _begins_alike(code[index : min(end, index + _MIN_FUSED)]):
         like = _alike(code[index : min(end, index + most)])
         if len(like) >= _MIN_FUSED:
             return Step(ins, entry.binder(_fused(like), ctx), length=len(like))
@@ -78,6 +78,12 @@ def bind(code: list[Instruction], index: int, end: int, ctx: Context) -> Step:
     if ctx.launch.check:
         run = _members_checked(run, members, ctx)
     return Step(ins, run, guard, _whole_masks(ctx, members), members)
+
+
+def _begins_alike(code: list[Instruction]) -> bool:
+    """Whether it is worth looking how many may run at once."""
+    opcode = code[0].opcode
+    return len(code) == _MIN_FUSED and all(ins.opcode == opcode for ins in code)
 
 
 def _alike(code: list[Instruction]) -> list[Instruction]:
