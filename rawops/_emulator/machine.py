@@ -51,7 +51,7 @@ class Machine:
         self.ctx = ctx
         self._code = ctx.program.instructions
         self._steps: list[Step | None] = [None] * len(self._code)
-        self._ends, self._polls_before = basic_blocks(self._code)
+        self._ends, self._polls_before = basic_blocks(ctx.program)
         self._fronts: dict[Key, Lanes] = {}
         self._gathering: dict[Key, Lanes] = {}
         self._waiting: list[tuple[int, Wait]] = []

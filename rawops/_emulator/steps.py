@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from .operands import Imm, Not, Operand, Reg, Rows
 
 if TYPE_CHECKING:
     from .context import Context
-    from .program import Instruction
+    from .program import Instruction, Program
 
 _TERMINATORS = frozenset({"bra", "brx", "call", "ret", "exit"})
 _STRONG = frozenset({"volatile", "relaxed", "acquire"})
@@ -122,9 +123,11 @@ def is_terminator(ins: Instruction) -> bool:
     return ins.opcode[0] in _TERMINATORS
 
 
-def basic_blocks(code: list[Instruction]) -> tuple[list[int], list[int]]:
+@lru_cache(64)
+def basic_blocks(program: Program) -> tuple[list[int], list[int]]:
     """For each instruction, the end of its basic block (its terminator, or the next block's start), and how
     many before it read memory that another thread may be about to change."""
+    code = program.instructions
     starts = {target for ins in code for target in ins.targets}
     ends, end = [0] * len(code), len(code)
     for index in range(len(code) - 1, -1, -1):
