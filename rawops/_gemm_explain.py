@@ -19,6 +19,7 @@ from rawops._gemm_8bit_config import BytesProblem
 from rawops._gemm_config import ACTIVATIONS, DTYPES, FLOAT8, IN_PLACE, PROMOTED
 from rawops._gemm_grouped import table_bytes
 from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, Sizes, describe, fold_batch, layout_of
+from rawops._gemm_sm90_config import BOX_COLS
 from rawops._runtime import checks, dtypes
 from rawops._runtime.explain import Explanation, add_roofline, add_waves, launch_row
 from rawops._runtime.paper import PaperArray, PaperDevice
@@ -206,6 +207,10 @@ def explain_hopper(
     ring = f"{config.stages} x {config.stage_bytes(problem)} + {config.other_bytes(problem)} bytes of shared memory"
     found.add("stages", config.stages, ring)
     found.add("cluster", config.cluster, "blocks that share a tile, each a slice of K")
+    if config.shares_boxes(problem):
+        boxes, width = -(-problem.N // BOX_COLS), BOX_COLS
+        columns = f"{boxes // config.blocks * width} or {-(-boxes // config.blocks) * width} columns each"
+        found.add("boxes", boxes, f"of {width} columns, which {config.blocks} blocks share out: {columns}")
     if config.pairs:
         found.add("pairs", 2, "blocks with tiles below each other, which load b once for both")
     columns = problem.N * problem.parts

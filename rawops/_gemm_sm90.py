@@ -121,7 +121,8 @@ def plan(
         spec, choices["ping_pong"] = SM90_PAIRS if config.pairs else SM90, config.ping_pong
     kernel = spec.kernel(device, **choices)
     early = (low_rank is None or config.rides) and may_begin_early(config.blocks, device.sm_count)
-    early &= problem.b_k_major or config.block_m > 64  # 1 x 28672 x 4096 took 5 us longer where launches overlapped
+    # A row-major b of few rows in two waves that overlapped: 1 x 28672 x 4096 took 5 us longer.
+    early &= problem.b_k_major or config.block_m > 64 or config.waves == config.cluster == 1
     return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call, early)
 
 

@@ -11,6 +11,7 @@ from rawops._gemm_maps import SPAN
 from rawops._gemm_sm90_specs import BIASED, CLUSTERS, DIRECT, MAX_STAGES, NARROW_ROWS, PLAIN, RANKS, STAGED
 
 BLOCK_K = 64
+BOX_COLS = 64  # of a row-major b
 
 _SLAB_BYTES = 4 * 16 * 32 * 4  # of a consumer's warps, for every finish but the plain one
 _MIN_STAGES = 3
@@ -176,6 +177,17 @@ class Config:
         lora_b = problem.rank * share * problem.parts * 2 if self.cluster > 1 else 0  # which goes through the ring else
         return lora_b + self.consumers * (staging + slabs) + 32
 
+    def tiles(self, problem: Problem) -> int:
+        return problem.row_tiles(self.block_m) * -(-problem.N * problem.parts // self.block_n)
+
+    def shares_boxes(self, problem: Problem) -> bool:
+        """Whether there are more blocks than tiles: see `_sharing_blocks`."""
+        return not problem.grouped and self.blocks > self.tiles(problem) * self.cluster
+
+    def with_whole_tiles(self, problem: Problem) -> Config:
+        """Return the same for a kernel whose blocks do not share out the boxes of b."""
+        return replace(self, blocks=min(self.blocks, self.tiles(problem) * self.cluster))
+
     def shared_bytes(self, problem: Problem) -> int:
         return self.stages * self.stage_bytes(problem) + self.other_bytes(problem)
 
@@ -258,10 +270,26 @@ def configure(
     blocks -= blocks % together
     config = Config(block_m, block_n, 0, cluster, ping_pong, rides, rows, blocks, waves, 0, pairs)
     config = replace(config, by_columns=problem.by_columns(block_m, cluster))
+    config = replace(config, blocks=_sharing_blocks(problem, config, sm_count))
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)
     config = replace(config, stages=max(min(stages, MAX_STAGES), 0))
     config = replace(config, cost=_cost(problem, config, sm_count, tiles, at_a_time))
     return config if rides or not problem.rank else _with_blocks_beside(problem, config, sm_count, tiles)
+
+
+def _sharing_blocks(problem: Problem, config: Config, sm_count: int) -> int:
+    """Return the blocks of a configuration: a row-major b of few rows is shared out among all SMs, box by box.
+
+    Some of them have a box less than the tile is wide. With whole tiles, 112 of 256 columns for example, the GPCs whose
+    SMs are all busy would take longer than those with an idle one.
+    """
+    few = problem.M <= config.block_m == 64 and problem.batches == problem.parts == 1 and not problem.grouped
+    alone = config.cluster == 1 and not config.ping_pong and (config.rides or not problem.rank)
+    boxes = -(-problem.N // BOX_COLS)
+    if problem.b_k_major or problem.itemsize != 2 or problem.finish == DIRECT or not (few and alone):
+        return config.blocks
+    widest = -(-boxes // sm_count) * BOX_COLS
+    return max(config.blocks, min(sm_count, boxes)) if config.block_n == widest else config.blocks
 
 
 def _with_blocks_beside(problem: Problem, config: Config, sm_count: int, tiles: int) -> Config:

@@ -76,7 +76,7 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
     splits_eight = problem.parts == 2 and problem.N % 8  # see place_of_rank in adapters.cuh
     if share < _FEWEST_COLUMNS or splits_eight:
         return None
-    config = replace(config, ping_pong=False, pairs=False)
+    config = replace(config.with_whole_tiles(problem), ping_pong=False, pairs=False)
     stages = (device.max_shared_bytes - config.other_bytes(problem) - _MEMORY) // config.stage_bytes(problem)
     config = replace(config, stages=min(stages, config.stages))
     b = operands["b"]
@@ -106,5 +106,4 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         return _CALL.pack(map_of_a, adapters.b, x, indices, *found, *sizes)
 
     kernel, shared_bytes = BESIDE.kernel(device, **choices), config.shared_bytes(problem) + _MEMORY
-    blocks = min(config.blocks, -(-problem.N // (config.block_n // problem.parts)))  # each of them has a tile
-    return _gemm_sm90.Plan(config, kernel, (blocks, 1, 1), shared_bytes, maps, call, True)
+    return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), shared_bytes, maps, call, True)

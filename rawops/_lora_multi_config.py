@@ -196,7 +196,7 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
     problem = _gemm_sm90.describe_problem(operands, M, N, K, extents, activation)
     config = _gemm_sm90.select_config(problem, device.sm_count, device.max_shared_bytes)
     in_turn = _takes_turns(problem, config)
-    config = replace(config, ping_pong=in_turn, pairs=False)
+    config = replace(config.with_whole_tiles(problem), ping_pong=in_turn, pairs=False)
     width = _WIDEST_IN_TURN if in_turn else _WIDEST[problem.b_k_major, problem.parts]
     if config.block_m == 128 and config.block_n > width:
         sizes = device.sm_count, device.max_shared_bytes

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +12,8 @@ from hopper_gemm import padded, ran_on_hopper
 import rawops
 from rawops import _gemm_sm90 as sm90
 from rawops._gemm_operands import Operand
+from rawops._gemm_sm90_config import candidates
+from rawops._runtime.kernel import KernelSpec
 from rawops.gemm import gemm
 from rawops.testing import has_gpu, references
 
@@ -348,6 +351,38 @@ def test_others_are_not_halved(other):
     problem = sm90.Problem(16, 28672, 4096, **other)
     config = sm90.select_config(problem, **H200)
     assert sm90.in_halves(problem, config, **H200) == config
+
+
+@pytest.mark.parametrize("M", [1, 13, 64])
+@pytest.mark.parametrize("N, block_n, blocks", [(1000, 256, 5), (568, 192, 8), (576, 128, 7), (576, 128, 9)])
+def test_boxes_of_a_row_major_b_are_shared_out(hopper, force, rng, M, N, block_n, blocks):
+    """More blocks than tiles: some of them have a box less, all have one, or the last box is ragged."""
+    force(block_n, stages=3, block_m=64, blocks=blocks)
+    check(hopper, integers(rng, (M, 392), BFLOAT16), integers(rng, (392, N), BFLOAT16))
+
+
+def test_boxes_are_shared_out_among_all_SMs():
+    problem = sm90.Problem(16, 28672, 4096, b_k_major=False)
+    config = sm90.select_config(problem, **H200)
+    assert (config.block_n, config.waves, config.blocks) == (256, 1, 132) and config.shares_boxes(problem)
+    assert config.with_whole_tiles(problem).blocks == 112
+
+
+@pytest.mark.parametrize(
+    "other", [{"b_k_major": True}, {"batches": 2}, {"finish": sm90.DIRECT}, {"parts": 2}, {"grouped": True}, {"M": 65}]
+)
+def test_others_have_whole_tiles(other):
+    problem = sm90.Problem(**{"M": 16, "N": 28672, "K": 4096, "b_k_major": False} | other)
+    assert not any(config.shares_boxes(problem) for config in candidates(problem, **H200))
+
+
+@pytest.mark.parametrize("M, N, early", [(1, 28672, True), (16, 14336, True), (16, 7168, False), (16, 34816, False)])
+def test_few_rows_of_a_row_major_b_begin_early_in_one_wave(monkeypatch, M, N, early):
+    """112 tiles of 64 columns leave too many SMs idle, and 136 of 256 columns are two waves."""
+    monkeypatch.setattr(KernelSpec, "kernel", lambda *_, **__: None)
+    row, out = Operand("float16", 2, 0, 4096, 1, [0, 0, 0]), Operand("float16", 2, 0, N, 1, [0, 0, 0])
+    operands = {"a": row, "b": out, "out": out}
+    assert sm90.plan(SimpleNamespace(**H200), operands, M, N, 4096, (1, 1, 1), 0).early == early
 
 
 def test_a_choice_takes_no_longer_for_many_waves():

@@ -102,6 +102,24 @@ def test_widths(hopper, force, rng, block_n):
         check(hopper, operands(rng, 30, block_n + 24, 72, 16), layouts)
 
 
+@pytest.mark.parametrize("rank", [8, 16, 40])
+def test_boxes_are_shared_out(hopper, force, rng, rank):
+    """Seven blocks have one or two of nine boxes of c, and b of all columns of a tile."""
+    force(128, block_m=64, stages=3, blocks=7)
+    check(hopper, operands(rng, 13, 568, 136, rank), "nnnn")
+
+
+@pytest.mark.parametrize("name, shape", [("bias", (568,)), ("residual", (13, 568))])
+def test_boxes_are_shared_out_before_an_epilogue(hopper, force, rng, name, shape):
+    force(128, block_m=64, stages=3, blocks=7)
+    inputs, more = operands(rng, 13, 568, 136, 16), rng.integers(-2, 3, shape).astype(FLOAT16)
+    out = hopper.guarded((13, 568), FLOAT16)
+    lora_linear(*map(hopper.put, inputs.values()), **{name: hopper.put(more)}, out=out)
+    assert ran_on_hopper(hopper, "lora_sm90")
+    want = references.lora_linear(**inputs) + more
+    np.testing.assert_array_equal(hopper.get(out).astype(float), want.astype(FLOAT16).astype(float))
+
+
 @pytest.mark.parametrize("rides", [True, False])
 def test_batches(hopper, force, rng, rides):
     """Rows of x @ a are found across batches."""

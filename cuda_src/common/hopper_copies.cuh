@@ -59,10 +59,11 @@ enum Reader : int { kOwn, kOnce, kForBoth };
 // may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX.
 template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_BYTES = 128, int kReader = kOwn>
 __device__ inline void load_operand(uint32_t destination, const TensorMap& map, TensorCoordinates from, int mn, int k,
-                                    uint32_t full, int distance = 0) {
+                                    uint32_t full, int distance = 0, int limit = 1 << 30) {
     constexpr int BOX = kKMajor ? EXTENT / PARTS : MN_BOX, BOXES = EXTENT / BOX;
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) {
+        if (box >= limit) break;
         const int at = mn + box % (BOXES / PARTS) * BOX + box / (BOXES / PARTS) * distance;
         from.at[0] = kKMajor ? k : at;
         from.at[1] = kKMajor ? at : k;
@@ -84,11 +85,12 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
                                   const Schedule<Tile>& schedule, const Exchange<Tile>& exchange) {
     using LowRank = typename Tile::LowRank;
     const int missing = LowRank::kPacked ? EightRanks::BYTES : LowRank::LOADERS > 0 ? LowRank::RANK * 128 : 0;
-    const int bytes = Tile::STAGE_BYTES - missing_rows<Tile>(shape.M) * Tile::SPAN - missing;
+    const int whole = Tile::STAGE_BYTES - missing_rows<Tile>(shape.M) * Tile::SPAN - missing;
     RingPosition<Tile::STAGES> slot;
 #pragma unroll 1
     for (int index = schedule.first; index < schedule.count; index += schedule.step) {
         const Work work = schedule.at(index);
+        const int bytes = whole - work.missing_bytes<Tile>();
         const TensorCoordinates a = work.matrix_of(Tile::kTransposed ? shape.b : shape.a);
         const TensorCoordinates b = work.matrix_of(Tile::kTransposed ? shape.a : shape.b);
         auto load_b = [&](int block, uint32_t stage, uint32_t full) {
@@ -100,8 +102,8 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
                 const int skipped = cluster_rank() * HALF, n = work.n + skipped;
                 load_operand<Tile::kBKMajor, HALF, 1, 64, 128, kForBoth>(to + skipped * 128, maps.b, b, n, k, full);
             } else if (Tile::kStreams && shape.M <= Tile::BLOCK_M && shape.batches == 1) {
-                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(to, maps.b, b, work.n, k,
-                                                                                         full, up);
+                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(
+                    to, maps.b, b, work.n, k, full, up, Tile::kSpreads ? work.boxes : 1 << 30);
             } else {
                 load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(to, maps.b, b, work.n, k, full, up);
             }

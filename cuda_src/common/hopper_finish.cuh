@@ -250,6 +250,7 @@ __device__ inline void store_staged(const TensorMap& map, const Work& work, cons
     const int group = Tile::kGrouped ? 0 : work.batch[2];  // the groups share one D
 #pragma unroll
     for (int col = 0; col < pass.cols; col += Tile::BOX_COLS) {
+        if (Tile::kSpreads && col >= work.boxes * kBox) break;
         const uint32_t box = shared_address(self.staging) + col / Tile::BOX_COLS * Tile::BOX_BYTES;
         tma_store(map, {work.n + pass.begin + col, work.m + self.row, group, work.batch[1], work.batch[0]}, box);
     }

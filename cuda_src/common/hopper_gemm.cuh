@@ -16,10 +16,11 @@
 
 namespace rawops {
 
-// Zeros for what no copy brings, missing rows of a and ranks that do not exist, in every stage, by all consumers: they
-// make what is not part of D.
-template <class Tile> __device__ inline void clear_missing(uint32_t ring, int M, const Consumer& self) {
-    constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize;
+// Zeros for what no copy brings, missing rows of a, ranks that do not exist and boxes that the block does not have, in
+// every stage, by all consumers: they make what is not part of D.
+template <class Tile>
+__device__ inline void clear_missing(uint32_t ring, int M, const Schedule<Tile>& schedule, const Consumer& self) {
+    constexpr int THREADS = Tile::CONSUMERS * kWarpGroupSize, B_END = Tile::A_BYTES + Tile::B_BYTES;
     auto clear = [&](int begin, int end) {
 #pragma unroll 1
         for (int stage = 0; stage < Tile::STAGES; ++stage) {
@@ -31,8 +32,11 @@ template <class Tile> __device__ inline void clear_missing(uint32_t ring, int M,
         }
     };
     const int missing = missing_rows<Tile>(M) * Tile::SPAN;
-    if (missing == 0 && !Tile::LowRank::kPacked) return;
+    int of_b = 0;
+    if constexpr (Tile::kSpreads) of_b = schedule.at(schedule.first).template missing_bytes<Tile>();
+    if (missing + of_b == 0 && !Tile::LowRank::kPacked) return;
     clear(Tile::A_BYTES - missing, Tile::A_BYTES);
+    if constexpr (Tile::kSpreads) clear(B_END - of_b, B_END);
     if constexpr (Tile::LowRank::kPacked) clear(Tile::STAGE_BYTES - EightRanks::BYTES, Tile::STAGE_BYTES);
     fence_async_proxy();
     sync_group<3, THREADS>();
@@ -163,7 +167,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
     uint32_t turn_phase = self.number ^ 1;  // the first turn of consumer 0 is its own
     RingPosition<Tile::STAGES> slot;
     slot.skip(begin * k_blocks);
-    clear_missing<Tile>(exchange.ring, params.shape.M, self);
+    clear_missing<Tile>(exchange.ring, params.shape.M, schedule, self);
     if constexpr (Tile::kWaits) await_launch_before();
 #pragma unroll 1
     for (int index = schedule.first + begin * schedule.step; index < schedule.count; index += TURNS * schedule.step) {

@@ -86,6 +86,8 @@ struct NoScaling {
     };
 };
 
+constexpr int kBox = 64;  // columns of a box of a row-major b
+
 // Consumers are warpgroups. Those of a 128-row tile take 64 rows each; with kPingPong they take turns instead, one
 // multiplies while the other finishes a tile of its own. The blocks of a cluster take a slice of K each, and then a
 // share of the columns of their sum. kByColumns: consumers have half of the columns each, not of the rows. kGrouped:
@@ -122,6 +124,9 @@ struct HopperTile {
     // A gated tile holds BLOCK_N / 2 columns of the gate, then the same columns of up: one thread has both.
     static constexpr int PARTS = Epilogue::kGated ? 2 : 1, COLS = BLOCK_N / PARTS;
     static constexpr int SHARE = WIDTH / PARTS / CLUSTER;  // columns of D that a consumer finishes
+    // More blocks than there are tiles share out the boxes of a row-major b: some have one less than a tile.
+    static constexpr bool kSpreads = !kBKMajor && kStreams && CLUSTER == 1 && !kPingPong && PARTS == 1 &&
+                                     kFinish != kDirect && !LowRank::kSorted && !LowRank::kBeside;
     using Accumulators = Value[ATOMS_M][WIDTH / 2];
     using Finished = Value[ATOMS_M][SHARE * PARTS / 2];
     using Factors = typename Scaling::template Factors<HopperTile>;
@@ -175,6 +180,13 @@ template <class Tile> using LowRankCallOf = typename Tile::LowRank::Call;  // wh
 // One tile: its place in D, where the rows that it may write end, and the batch it belongs to.
 struct Work {
     int m, m_end, n, number, batch[3];  // the number of the batch, its index
+    int boxes;                          // of a row-major b, where a tile may have fewer: see kSpreads
+
+    // Bytes of a stage of b that nothing comes to.
+    template <class Tile> __device__ int missing_bytes() const {
+        if constexpr (Tile::kSpreads) return Tile::B_BYTES - boxes * kBox * Tile::SPAN;
+        else return 0;
+    }
 
     // The corner of an operand's matrix. Where it is broadcast over an axis of the batch, its map has size 1.
     __device__ TensorCoordinates matrix_of(const Strides& strides) const {
@@ -200,6 +212,8 @@ public:
           tiles_n(ceil_div(Tile::kTransposed ? shape_.M : shape_.epilogue.cols, Tile::COLS)),
           group(group_) {
         count = tiles_m * tiles_n * shape.batches;
+        boxes = Tile::kSpreads && int(gridDim.x) > count ? ceil_div(shape.epilogue.cols, kBox) : 0;
+        if (boxes > 0) count = gridDim.x;
         if constexpr (Tile::CLUSTER > 1) {
             const int slice = ceil_div(k_blocks_, Tile::CLUSTER);
             first_block = cluster_rank() * slice;
@@ -215,12 +229,21 @@ public:
         work.m = tile.m * Tile::BLOCK_M;
         work.m_end = shape.M;
         work.n = tile.n * Tile::COLS;
+        if constexpr (Tile::kSpreads) {
+            work.boxes = Tile::BLOCK_N / kBox;
+            if (boxes > 0) {
+                const int begin = index * boxes / count;
+                work.n = begin * kBox;
+                work.boxes = (index + 1) * boxes / count - begin;
+            }
+        }
         return work;
     }
 
 private:
     const GemmShape& shape;
     int tiles_m, tiles_n, group;
+    int boxes;  // that the blocks share out, where they are more than the tiles; else 0
 };
 
 // The tiles of all groups. A group's b is that of the batch with its number.
