@@ -76,9 +76,7 @@ def tensor_maps(device, operands: dict, problem, config, sizes: tuple, extents: 
     first, second = (a, (M, a.row), (K, a.col)), (b, (N, b.col), (K, b.row))
     if problem.transposed:
         first, second = second, first
-    # A b that is read once, along K, comes 2 % faster 256 bytes at a time. Else rows that begin inside sectors come
-    # 15 % slower, and a row-major b of few rows, whose boxes have 128 bytes of a row, 5 %.
-    fetched = 256 if problem.M <= 64 and problem.b_k_major and not config.halved else 128
+    fetched = bytes_fetched(problem, config)
     describe = [
         map_of(*first, problem.a_k_major, a_rows, block_k, extents, fetched),
         map_of(*second, problem.b_k_major, b_rows, block_k, extents, fetched),
@@ -93,6 +91,15 @@ def tensor_maps(device, operands: dict, problem, config, sizes: tuple, extents: 
         return b"".join(encode(device, describe, (first, second, out))).ljust(3 * 128, b"\0")
 
     return maps
+
+
+def bytes_fetched(problem, config) -> int:
+    """Return how many bytes the L2 fetches at a time.
+
+    A b that is read once, along K, comes 2 % faster by 256. Else rows that begin inside sectors come 15 % slower, and a
+    row-major b of few rows, whose boxes have 128 bytes of a row, 5 %.
+    """
+    return 256 if problem.M <= 64 and problem.b_k_major and not config.halved else 128
 
 
 def box_cols(share: int, widest: int = 64) -> int:

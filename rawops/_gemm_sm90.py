@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rawops._gemm_maps import SPAN, k_major, movable, tensor_maps
+from rawops._gemm_maps import SPAN, bytes_fetched, k_major, movable, tensor_maps
 from rawops._gemm_sm90_config import Config, Problem, TF32Problem, in_halves, select_config, wants_split
 from rawops._gemm_sm90_low_rank import LowRank
 from rawops._gemm_sm90_specs import (
@@ -68,10 +68,16 @@ class Plan:
     maps: Callable[..., bytes]  # from the addresses of a, b and out
     low_rank: Callable[..., bytes] | None  # from the scaling, the addresses of lora_a and lora_b, and x @ a
     early: bool = False  # it may begin while the launch before it still runs, for which the kernel waits
+    ahead: int = 0  # stages of b that the L2 is asked for until then
+
+    @property
+    def order(self) -> int:
+        """The kernel's number for the order of tiles: see Schedule in hopper_tile.cuh."""
+        return self.config.raster_rows + self.ahead
 
     def run(self, a: int, b: int, out: int, params: bytes, *low_rank) -> None:
         """Launch; `params` is the GemmParams that all GEMM kernels take, `low_rank` what the function wants."""
-        values = [self.maps(a, b, out), params, self.config.raster_rows]
+        values = [self.maps(a, b, out), params, self.order]
         if self.low_rank is not None:
             values.insert(2, self.low_rank(*low_rank))
         self.kernel.launch(self.grid, (self.config.threads, 1, 1), tuple(values), self.shared_bytes, self.early)
@@ -123,7 +129,8 @@ def plan(
     early = (low_rank is None or config.rides) and may_begin_early(config.blocks, device.sm_count)
     # A row-major b of few rows in two waves that overlapped: 1 x 28672 x 4096 took 5 us longer.
     early &= problem.b_k_major or config.block_m > 64 or config.waves == config.cluster == 1
-    return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call, early)
+    ahead = asked_ahead(problem, config) if early else 0
+    return Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, low_rank_call, early, ahead)
 
 
 def may_begin_early(blocks: int, sm_count: int) -> bool:
@@ -133,6 +140,15 @@ def may_begin_early(blocks: int, sm_count: int) -> bool:
     more (1 to 4 us on an H200) than an early start spares (0.7 us).
     """
     return 2 * blocks <= sm_count or 16 * blocks >= 15 * sm_count
+
+
+def asked_ahead(problem: Problem, config: Config) -> int:
+    """Return how many stages of b the L2 is asked for before the launch before is complete.
+
+    Of few rows it is to have what the ring holds; where it fetches 256 bytes at a time, each stage brings the next one.
+    """
+    few = problem.M <= config.block_m == 64 and problem.batches == 1
+    return config.stages * SPAN // bytes_fetched(problem, config) if few else 0
 
 
 def describe_problem(

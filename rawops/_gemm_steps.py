@@ -119,7 +119,7 @@ class OnHopper:
     def _bind(self, addresses: list, alpha: tuple, beta: tuple) -> Callable[[], None]:
         plan, block = self.plan, (self.plan.config.threads, 1, 1)
         params = pack_call(addresses, alpha, beta, self.shape)
-        values = plan.maps(*addresses[:3]), params, plan.config.raster_rows
+        values = plan.maps(*addresses[:3]), params, plan.order
         return plan.kernel.bind(plan.grid, block, values, plan.shared_bytes, plan.early)
 
 

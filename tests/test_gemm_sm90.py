@@ -378,11 +378,30 @@ def test_others_have_whole_tiles(other):
 
 @pytest.mark.parametrize("M, N, early", [(1, 28672, True), (16, 14336, True), (16, 7168, False), (16, 34816, False)])
 def test_few_rows_of_a_row_major_b_begin_early_in_one_wave(monkeypatch, M, N, early):
-    """112 tiles of 64 columns leave too many SMs idle, and 136 of 256 columns are two waves."""
+    """112 tiles of 64 columns leave too many SMs idle, and 136 of 256 columns are two waves.
+
+    Until it may read, a launch that begins early has the L2 fetch as much of b as its ring holds.
+    """
     monkeypatch.setattr(KernelSpec, "kernel", lambda *_, **__: None)
     row, out = Operand("float16", 2, 0, 4096, 1, [0, 0, 0]), Operand("float16", 2, 0, N, 1, [0, 0, 0])
     operands = {"a": row, "b": out, "out": out}
-    assert sm90.plan(SimpleNamespace(**H200), operands, M, N, 4096, (1, 1, 1), 0).early == early
+    plan = sm90.plan(SimpleNamespace(**H200), operands, M, N, 4096, (1, 1, 1), 0)
+    assert (plan.early, plan.ahead) == (early, plan.config.stages if early else 0)
+    assert plan.order == 1 + plan.ahead
+
+
+@pytest.mark.parametrize("M, N, ahead", [(16, 28672, 8), (64, 28672, 2), (64, 4096, 4)])
+def test_the_L2_is_asked_for_what_the_ring_holds(M, N, ahead):
+    """Of 8, 5 and 8 stages; each brings the next one along where the L2 fetches 256 bytes at a time."""
+    problem = sm90.Problem(M, N, 4096)
+    config = sm90.in_halves(problem, sm90.select_config(problem, **H200), **H200)
+    assert sm90.asked_ahead(problem, config) == ahead
+
+
+@pytest.mark.parametrize("other", [{"M": 65}, {"M": 128, "N": 28672}, {"batches": 2}])
+def test_others_ask_for_nothing_ahead(other):
+    problem = sm90.Problem(**{"M": 16, "N": 4096, "K": 4096} | other)
+    assert sm90.asked_ahead(problem, sm90.select_config(problem, **H200)) == 0
 
 
 def test_a_choice_takes_no_longer_for_many_waves():

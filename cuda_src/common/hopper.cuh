@@ -133,6 +133,13 @@ __device__ inline void tma_load_multicast(uint32_t destination, const TensorMap&
         : "memory");
 }
 
+// Has the L2 fetch a box.
+__device__ inline void tma_prefetch(const TensorMap& map, const TensorCoordinates& from) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map), "r"(from.at[0]),
+                 "r"(from.at[1]), "r"(from.at[2]), "r"(from.at[3]), "r"(from.at[4])
+                 : "memory");
+}
+
 // Copies a box from shared memory; what lies outside the tensor is not written.
 __device__ inline void tma_store(const TensorMap& map, const TensorCoordinates& to, uint32_t source) {
     asm volatile(

@@ -52,8 +52,8 @@ template <class Tile> struct Exchange {
     }
 };
 
-// For whom: this block, this block and nobody after it, both blocks of a pair.
-enum Reader : int { kOwn, kOnce, kForBoth };
+// For whom: this block, this block and nobody after it, both blocks of a pair; nobody yet, but the L2 is to have it.
+enum Reader : int { kOwn, kOnce, kForBoth, kLater };
 
 // Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and K_EXTENT along K. They
 // may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX.
@@ -70,6 +70,7 @@ __device__ inline void load_operand(uint32_t destination, const TensorMap& map, 
         const uint32_t to = destination + box * BOX * K_BYTES;
         if constexpr (kReader == kOnce) tma_load_once(to, map, from, full);
         else if constexpr (kReader == kForBoth) tma_load_multicast(to, map, from, full, 3);
+        else if constexpr (kReader == kLater) tma_prefetch(map, from);
         else tma_load(to, map, from, full);
     }
 }
@@ -93,22 +94,32 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
         const int bytes = whole - work.missing_bytes<Tile>();
         const TensorCoordinates a = work.matrix_of(Tile::kTransposed ? shape.b : shape.a);
         const TensorCoordinates b = work.matrix_of(Tile::kTransposed ? shape.a : shape.b);
+        const int up = shape.epilogue.cols, boxes = Tile::kSpreads ? work.boxes : 1 << 30;
         auto load_b = [&](int block, uint32_t stage, uint32_t full) {
             const int k = (schedule.first_block + block) * Tile::BLOCK_K;
             const uint32_t to = stage + Tile::A_BYTES;
-            const int up = shape.epilogue.cols;
             if constexpr (Tile::kPairs) {
                 constexpr int HALF = Tile::BLOCK_N / 2;
                 const int skipped = cluster_rank() * HALF, n = work.n + skipped;
                 load_operand<Tile::kBKMajor, HALF, 1, 64, 128, kForBoth>(to + skipped * 128, maps.b, b, n, k, full);
             } else if (Tile::kStreams && shape.M <= Tile::BLOCK_M && shape.batches == 1) {
-                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(
-                    to, maps.b, b, work.n, k, full, up, Tile::kSpreads ? work.boxes : 1 << 30);
+                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(to, maps.b, b, work.n, k,
+                                                                                         full, up, boxes);
             } else {
                 load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(to, maps.b, b, work.n, k, full, up);
             }
         };
-        if (Tile::kWaits && index == schedule.first) await_launch_before();
+        if (Tile::kWaits && index == schedule.first) {
+            if constexpr (Tile::kStreams) {
+#pragma unroll 1
+                for (int block = 0; block < min_of(schedule.ahead, schedule.k_blocks); ++block) {
+                    const int k = (schedule.first_block + block) * Tile::BLOCK_K;
+                    load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kLater>(0, maps.b, b, work.n, k,
+                                                                                              0, up, boxes);
+                }
+            }
+            await_launch_before();
+        }
         int ahead = 0;
         if constexpr (LowRank::kSorted && !LowRank::kInOrder) {
             if (index == schedule.first) {  // a is being sorted, b is there

@@ -195,11 +195,13 @@ struct Work {
     }
 };
 
-// All tiles of all batches, in the order in which a cluster takes them, and the slice of K that is this block's.
+// All tiles of all batches, in the order in which a cluster takes them, `group` rows of tiles together, and the slice
+// of K that is this block's. Where one row of tiles is all that there is, group - 1 tells of `ahead` instead.
 template <class Tile, bool kGrouped = Tile::kGrouped> class Schedule {
 public:
     int first, count, step;     // of the cluster's tiles
     int first_block, k_blocks;  // of the slice
+    int ahead;                  // stages of b that the L2 is to have when the launch before is complete
 
     __device__ Schedule(const GemmShape& shape_, int group_, int k_blocks_)
         : first(blockIdx.x / Tile::CLUSTER),
@@ -212,6 +214,7 @@ public:
           tiles_n(ceil_div(Tile::kTransposed ? shape_.M : shape_.epilogue.cols, Tile::COLS)),
           group(group_) {
         count = tiles_m * tiles_n * shape.batches;
+        ahead = Tile::kStreams && count == tiles_n ? group - 1 : 0;
         boxes = Tile::kSpreads && int(gridDim.x) > count ? ceil_div(shape.epilogue.cols, kBox) : 0;
         if (boxes > 0) count = gridDim.x;
         if constexpr (Tile::CLUSTER > 1) {
