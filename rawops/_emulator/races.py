@@ -181,7 +181,6 @@ class Shadow:
         self._writes = np.zeros(nbytes // granule, np.uint64)
         self._last_read = np.zeros_like(self._writes)
         self._reads = np.zeros((clocks.columns, nbytes // granule), np.uint64)
-        self._lane = np.arange(ctx.L, dtype=np.uint64)
         self._engine, self._authors = clocks.on_behalf, np.uint64(2 * int(clocks.on_behalf) - 1)
         self._published: dict[int, np.ndarray] = {}
 
@@ -254,7 +253,7 @@ class Shadow:
         index, k = self._rows(index, size)
         self._check_write(index, k, owners, False)
         self._clocks.tick()
-        stamp = self._lane.take(owners) | _PENDING
+        stamp = owners.view(np.uint64) | _PENDING
         _wide(self._writes, k)[index] = stamp if k == 1 else stamp[:, None]
 
     def land(self, index: np.ndarray, size: int, owners: np.ndarray, engine: bool) -> None:
@@ -273,7 +272,7 @@ class Shadow:
 
     def _stamp(self, owners: np.ndarray, strong: bool, k: int) -> np.ndarray:
         base = np.uint64(self._clocks.tick() << 32)
-        stamp = self._lane.take(owners) | (base | _STRONG if strong else base)
+        stamp = owners.view(np.uint64) | (base | _STRONG if strong else base)
         return stamp if k == 1 else stamp[:, None]
 
     def _check_write(
