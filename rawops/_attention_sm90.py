@@ -101,6 +101,7 @@ SM90_8BIT = KernelSpec(
     min_arch=90,
     max_arch=90,
     params=PARAMS,
+    spills={"sm_90a": 8},  # of the thread that plans
 )
 SCALES = ParamStruct(
     "AttentionScales",
@@ -150,8 +151,11 @@ class Config:
         rings = self.stages * self.block_n * (self.head_dim + self.head_dim_v) * self.itemsize
         if self.itemsize == 1:  # values as they come, and transposed
             rings += self.stages * self.block_n * self.head_dim_v
-        places = 2 if self.itemsize == 2 and self.consumers == 2 and 2 * queries + rings <= _ROOM_BYTES else 1
+        stages_results = self.itemsize == 2 and self.consumers == 2
+        places = 1 + ((stages_results or self.itemsize == 1) and 2 * queries + rings <= _ROOM_BYTES)
         barriers = 16 * (3 * self.stages + places**2 * self.consumers)
+        if self.itemsize == 1:  # what was found in values
+            barriers += 8 * self.stages
         more = self.block_n * self.head_dim * self.itemsize  # a stage of keys more, where it has room
         if self.itemsize == 2 and places * queries + rings + more <= _ROOM_BYTES:
             rings, barriers = rings + more, barriers + 16

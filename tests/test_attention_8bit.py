@@ -155,15 +155,17 @@ def test_ranges_of_keys(hopper, force, rng, mask):
     check(hopper, operands(rng, Sq=Sq, Sk=Sk), **options, num_splits=2)
 
 
-def test_nan_at_hidden_keys(hopper, force, rng):
+@pytest.mark.parametrize("cols", [(5, 8), (50, 17)])  # of the first of two warps that search, and of the second one
+def test_nan_at_hidden_keys(hopper, force, rng, cols):
     """It reaches the rows that see it, and changes nothing in the others, to the bit."""
     force(64, blocks=1)
+    late, early = cols
     q, k, v = operands(rng, Sq=130, Sk=130)
-    v[0, 100, 0, 5] = v[0, 3, 0, 8] = 0
+    v[0, 100, 0, late] = v[0, 3, 0, early] = 0
     clean = hopper.get(flash_attention(*map(hopper.put, (q, k, v)), causal=True)).astype(float)
-    v[0, 100, 0, 5] = v[0, 3, 0, 8] = np.nan
+    v[0, 100, 0, late] = v[0, 3, 0, early] = np.nan
     got = hopper.get(flash_attention(*map(hopper.put, (q, k, v)), causal=True)).astype(float)
-    clean[0, 100:, 0, 5] = clean[0, 3:, 0, 8] = np.nan
+    clean[0, 100:, 0, late] = clean[0, 3:, 0, early] = np.nan
     np.testing.assert_array_equal(got, clean)
 
 

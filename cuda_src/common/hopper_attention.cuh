@@ -90,7 +90,7 @@ private:
             begin_step(s, o, p, has_sum);
             has_sum = !turns_over;
             is_tainted = notes.is_cut();
-            if (!Tile::kSearches && is_tainted) is_tainted = uniform(find_nonfinite(after(slot_v)));
+            if (!kConfirms && is_tainted) is_tainted = uniform(find_nonfinite(after(slot_v)));
             wgmma_wait<1>();
             hold(s);
             const int place = place_q(before(slot_q));  // of the last tile's queries
@@ -187,7 +187,7 @@ private:
         await_keys();
         multiply_keys(s);
         bool is_tainted = notes.is_cut();
-        if (!Tile::kSearches && is_tainted) is_tainted = uniform(find_nonfinite(slot_v));
+        if (!kConfirms && is_tainted) is_tainted = uniform(find_nonfinite(slot_v));
         wgmma_wait<0>();
         hold(s);
         release_keys(notes.is_last());
@@ -305,6 +305,7 @@ private:
     static constexpr bool kDrops = (Tile::kScore & kScoreDropout) != 0;
     static constexpr bool kPlain = (Tile::kScore & ~kScoreDropout) == 0;
     static constexpr bool kGuesses = Tile::DV <= 128;  // wider rows leave no registers for scores made again
+    static constexpr bool kConfirms = Tile::kSearches || Tile::kBytes;  // that values are tainted; others have searched
     static constexpr bool kIsBare = Tile::kScore == 0;  // nothing becomes of scores that all rows see, nor of weights
 
     const AttentionParams& params;
@@ -385,11 +386,9 @@ private:
         const bool found = is_suspect<Tile, kWarpGroupSize>(exchange.v + at.stage * Tile::V_BYTES, thread);
         return sync_group_or<kWarpGroupSize>(kFirstId + number, found);
     }
-    // The same of the coming stage, where a warp of the producer's searches it.
+    // The same of the coming stage, where warps of warpgroup 0 search it.
     __device__ bool confirm() const {
-        if (!Tile::kSearches) return true;
-        barrier_wait(exchange.search_barriers.full(slot_v.stage), slot_v.phase);
-        return uniform(load_word(exchange.findings(slot_v.stage)));
+        return !kConfirms || uniform(exchange.found(slot_v));
     }
 
     // Adds such values of the coming stage to the rows that see them, and leaves zeros for the product.
@@ -434,8 +433,9 @@ private:
             const int at = row + half * 8;
             const int query = Tile::query(shape, at);
             const int head = Tile::kPaged ? at - query * shape.packed : 0;  // from the first of the tile
-            store_row(o, half, factor_of(work, softmax.sum[half]), out + query * shape.out.row + head * shape.out.head,
-                      at < rows ? shape.head_dim_v : 0, thread % kWarpSize);
+            AttentionAtom<T>::store(o, half, factor_of(work, softmax.sum[half]),
+                                    out + query * shape.out.row + head * shape.out.head,
+                                    at < rows ? shape.head_dim_v : 0, thread % kWarpSize);
         }
     }
 

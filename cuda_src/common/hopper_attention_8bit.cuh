@@ -4,7 +4,8 @@
 // The four bytes that a thread's register of weights holds are not those of four neighbouring keys, but what its
 // accumulators have: of each 16 keys, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in lane t of a quad. The transposed tile has
 // them in that order, place 4 t + 2 b + e for key 8 b + 2 t + e, which is also how ldmatrix and a byte permutation
-// leave them.
+// leave them. Of each 16 columns the even ones come first, so that what stmatrix writes at once lies in other banks; a
+// thread's accumulators are then of four columns in a row.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -65,6 +66,23 @@ template <> struct AttentionAtom<__nv_fp8_e4m3> {
         }
         return {values[0], values[1]};
     }
+    // Writes one of the thread's two rows; it has four columns of every 16.
+    template <class Out, int COUNT>
+    static __device__ void store(const float (&acc)[COUNT], int half, float factor, Out* out, int cols, int lane) {
+#pragma unroll
+        for (int i = 0; i < COUNT / 8; ++i) {
+            const float *even = acc + i * 8 + half * 2, *odd = even + 4;
+            const int col = i * 16 + lane % 4 * 4;
+            if (col >= cols) continue;
+            const float4 four = {even[0] * factor, odd[0] * factor, even[1] * factor, odd[1] * factor};
+            if constexpr (is_same<Out, float>) {
+                *reinterpret_cast<float4*>(out + col) = four;
+            } else {
+                *reinterpret_cast<uint2*>(out + col) = {narrow_pair<Out>(four.x, four.y),
+                                                        narrow_pair<Out>(four.z, four.w)};
+            }
+        }
+    }
 
     // Byte offset of 16 places of a column in a transposed tile.
     template <class Tile> static __device__ int transposed_offset(int col, int chunk) {
@@ -73,65 +91,75 @@ template <> struct AttentionAtom<__nv_fp8_e4m3> {
     }
 };
 
-// How many times 16 columns a warp transposes at once. With three consumers, of narrower rows, one is as fast.
-template <class Tile> __device__ constexpr int transposed_sets() {
-    return Tile::CONSUMERS == 2 && Tile::BLOCK_N < 192 && Tile::DV % (2 * Tile::TRANSPOSERS * 16) == 0 ? 2 : 1;
-}
+// Transposes a stage of values: each of two warps takes 16 of every 32 columns, 32 keys at a time. All addresses come
+// from two of the lane by constants: a warp that computes more than that is too slow for three consumers.
+template <class Tile> class ValueTransposer {
+public:
+    __device__ ValueTransposer(int warp, int lane)
+        : source(swizzled_offset<Tile::SPAN_V>(lane, warp)),
+          target(AttentionAtom<__nv_fp8_e4m3>::transposed_offset<Tile>(warp * 16 + lane % 16, lane / 16)) {}
 
-// Transposes 16 columns of all keys, or two times 16, 32 keys at a time: up to six loads are under way together. Where
-// keys lie differs by constants.
-template <class Tile> __device__ inline void transpose_columns(uint32_t to, uint32_t from, int cols, int lane) {
-    constexpr int PARTS = Tile::BLOCK_N / 32, GROUP = PARTS % 6 == 0 ? 6 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
-    constexpr int SETS = transposed_sets<Tile>();
-    uint32_t source[SETS];
+    // kSearches: returns what of the warp's values is NaN, 0 for nothing.
+    template <bool kSearches> __device__ uint32_t transpose(uint32_t to, uint32_t from) const {
+        uint32_t found = 0;
 #pragma unroll
-    for (int set = 0; set < SETS; ++set) {
-        const int at = cols + set * Tile::TRANSPOSERS * 16, box = at / Tile::BOX_V, chunk = at % Tile::BOX_V / 16;
-        source[set] = from + box * Tile::BLOCK_N * Tile::SPAN_V + swizzled_offset<Tile::SPAN_V>(lane, chunk);
-    }
-    const int col = cols + lane % 8 * 2 + lane / 8 % 2;
+        for (int first = 0; first < LOADS; first += BATCH) {
+            uint32_t r[BATCH][4];
 #pragma unroll
-    for (int part = 0; part < PARTS; part += GROUP) {
-        uint32_t r[SETS * GROUP][4];
-#pragma unroll
-        for (int i = 0; i < SETS * GROUP; ++i) {
-            ldmatrix<true>(r[i], source[i / GROUP] + (part + i % GROUP) * 32 * Tile::SPAN_V);
-        }
-#pragma unroll
-        for (int i = 0; i < SETS * GROUP; ++i) {
-            uint32_t w[4];  // even columns of the first 16 keys, odd ones; then those of the other 16
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                w[j] = __byte_perm(r[i][j / 2 * 2], r[i][j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
+            for (int i = 0; i < BATCH; ++i) {
+                const int cols = (first + i) / PARTS * COLS, part = (first + i) % PARTS;
+                const int box = cols / Tile::BOX_V, chunk = cols % Tile::BOX_V / 16;
+                ldmatrix<true>(r[i], (from + source ^ chunk * 16) + (box * Tile::BLOCK_N + part * 32) * Tile::SPAN_V);
             }
-            stmatrix(to + AttentionAtom<__nv_fp8_e4m3>::transposed_offset<Tile>(
-                              col + i / GROUP * Tile::TRANSPOSERS * 16, (part + i % GROUP) * 2 + lane / 16),
-                     w);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int cols = (first + i) / PARTS * COLS, part = (first + i) % PARTS;
+                const int box = part * 32 / Tile::SPAN_T, chunk = part * 32 % Tile::SPAN_T / 16;
+                uint32_t w[4];  // even columns of the first 16 keys, odd ones; then those of the other 16
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    w[j] = __byte_perm(r[i][j / 2 * 2], r[i][j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
+                    if (kSearches) found |= nonfinite_mask<__nv_fp8_e4m3>(w[j]);
+                }
+                stmatrix((to + target ^ chunk * 16) + (box * Tile::DV + cols) * Tile::SPAN_T, w);
+            }
         }
+        return found;
     }
-}
 
-// Transposes the values of every tile that comes, block by block. By warps 2 and 3.
+private:
+    static constexpr int COLS = Tile::TRANSPOSERS * 16, PARTS = Tile::BLOCK_N / 32, LOADS = Tile::DV / COLS * PARTS;
+    static constexpr int BATCH = LOADS % 4 == 0 ? 4 : LOADS % 3 == 0 ? 3 : 2;
+    static_assert(Tile::DV % COLS == 0 && LOADS % BATCH == 0, "whole batches");
+    int source, target;  // offsets of the first rows that the lane reads and writes
+};
+
+// Transposes the values of every tile that comes, block by block, and searches those that some row does not see all of
+// for NaN, while they are in registers. By warps 2 and 3.
 template <class Tile> __device__ void transpose_values(const AttentionExchange<Tile>& exchange) {
     const int warp = uniform(threadIdx.x / kWarpSize) - 2, lane = threadIdx.x % kWarpSize;
+    const ValueTransposer<Tile> transposer(warp, lane);
     RingPosition<Tile::PLACES> slot_work;
     RingPosition<Tile::STAGES> slot;
 #pragma unroll 1
     while (true) {
         const AttentionTask& work = exchange.work.take(slot_work);
         if (uniform(work.tile) < 0) break;
-        const int blocks = uniform(work.keys.end - work.keys.first);
+        const KeyBlocks keys = {uniform(work.keys.first), uniform(work.keys.end)};
+        const KeyBlocks uncut = {uniform(work.uncut.first), uniform(work.uncut.end)};
         __syncwarp();
         exchange.work.release(slot_work, lane == 0);
 #pragma unroll 1
-        for (int block = 0; block < blocks; ++block) {
+        for (int block = keys.end - 1; block >= keys.first; --block) {
             const uint32_t from = exchange.raw + slot.stage * Tile::V_BYTES;
             const uint32_t to = exchange.v + slot.stage * Tile::V_BYTES;
             barrier_wait(exchange.raw_barriers.full(slot.stage), slot.phase);
             barrier_wait(exchange.v_barriers.empty(slot.stage), slot.phase ^ 1);
-#pragma unroll 1
-            for (int cols = warp * 16; cols < Tile::DV; cols += transposed_sets<Tile>() * Tile::TRANSPOSERS * 16) {
-                transpose_columns<Tile>(to, from, cols, lane);
+            if (uncut.has(block)) {
+                transposer.template transpose<false>(to, from);
+            } else {
+                const bool is_found = __any_sync(~0u, transposer.template transpose<true>(to, from) != 0);
+                if (lane == 0) store_word(exchange.findings(slot.stage, warp), is_found);
             }
             fence_async_proxy();
             __syncwarp();

@@ -31,7 +31,7 @@ public:
     }
 
 protected:
-    static constexpr bool kPlannerLoads = !Tile::kPaged && !Tile::kBytes;  // queries
+    static constexpr bool kPlannerLoads = !Tile::kPaged && (!Tile::kBytes || Tile::Q_SLOTS == 2);  // queries
 
     // Says what comes next, well ahead, since its divisions and what it asks of global memory take long, and fetches
     // its queries when they have a place.

@@ -150,6 +150,33 @@ __device__ inline void narrow_weights(uint32_t (&p)[COUNT / 8][4], const float (
     for (int i = 0; i < COUNT / 2; ++i) p[i / 4][i % 4] = narrow_pair<T>(s[i * 2], s[i * 2 + 1]);
 }
 
+// Writes one of the thread's two rows, accumulators times `factor`, as far as there are columns. By the whole warp.
+template <class T, int COUNT>
+__device__ inline void store_row(const float (&acc)[COUNT], int half, float factor, T* out, int cols, int lane) {
+#pragma unroll
+    for (int group = 0; group < COUNT / 16; ++group) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* values = acc + (group * 4 + i) * 4 + half * 2;
+            packed[i] = narrow_pair<T>(values[0] * factor, values[1] * factor);
+        }
+        transpose_quad(packed, lane);
+        const int col = group * 32 + lane % 4 * 8;
+        if (col < cols) *reinterpret_cast<uint4*>(out + col) = {packed[0], packed[1], packed[2], packed[3]};
+    }
+}
+// In float32, as two columns a thread.
+template <int COUNT>
+__device__ inline void store_row(const float (&acc)[COUNT], int half, float factor, float* out, int cols, int lane) {
+#pragma unroll
+    for (int i = 0; i < COUNT / 4; ++i) {
+        const float* values = acc + i * 4 + half * 2;
+        const int col = i * 8 + lane % 4 * 2;
+        if (col < cols) *reinterpret_cast<float2*>(out + col) = {values[0] * factor, values[1] * factor};
+    }
+}
+
 // How 16-bit operands are multiplied, and what of them is not finite; hopper_attention_8bit.cuh has those of 8 bits.
 template <class T> struct AttentionAtom {
     template <int COUNT> static __device__ void narrow(uint32_t (&p)[COUNT / 8][4], const float (&s)[COUNT]) {
@@ -183,6 +210,10 @@ template <class T> struct AttentionAtom {
                                         swizzled_offset<Tile::SPAN_V>(key % 8, chunk) + thread % 4 * 4);
         return widen_pair<T>(word & nonfinite_mask<T>(word));
     }
+    template <class Out, int COUNT>
+    static __device__ void store(const float (&acc)[COUNT], int half, float factor, Out* out, int cols, int lane) {
+        store_row(acc, half, factor, out, cols, lane);
+    }
 };
 
 // Whether some of a tile's values are not finite, or may not be, as far as one of THREADS threads looks through them.
@@ -193,33 +224,6 @@ template <class Tile, int THREADS> __device__ inline bool is_suspect(uint32_t ti
         AttentionAtom<typename Tile::T>::look(found, load_quad(tile + i));
     }
     return AttentionAtom<typename Tile::T>::is_suspect(found);
-}
-
-// Writes one of the thread's two rows, accumulators times `factor`, as far as there are columns. By the whole warp.
-template <class T, int COUNT>
-__device__ inline void store_row(const float (&acc)[COUNT], int half, float factor, T* out, int cols, int lane) {
-#pragma unroll
-    for (int group = 0; group < COUNT / 16; ++group) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float* values = acc + (group * 4 + i) * 4 + half * 2;
-            packed[i] = narrow_pair<T>(values[0] * factor, values[1] * factor);
-        }
-        transpose_quad(packed, lane);
-        const int col = group * 32 + lane % 4 * 8;
-        if (col < cols) *reinterpret_cast<uint4*>(out + col) = {packed[0], packed[1], packed[2], packed[3]};
-    }
-}
-// In float32, as two columns a thread.
-template <int COUNT>
-__device__ inline void store_row(const float (&acc)[COUNT], int half, float factor, float* out, int cols, int lane) {
-#pragma unroll
-    for (int i = 0; i < COUNT / 4; ++i) {
-        const float* values = acc + i * 4 + half * 2;
-        const int col = i * 8 + lane % 4 * 2;
-        if (col < cols) *reinterpret_cast<float2*>(out + col) = {values[0] * factor, values[1] * factor};
-    }
 }
 
 // Both rows, `row` and the one 8 further on, where they exist; they lie `row_stride` apart.

@@ -48,7 +48,8 @@ struct HopperAttention {
     // Results leave through the place of a tile's queries, and the next tile's have another one, where there is room.
     static constexpr bool kStages = !kPaged && !kBytes && CONSUMERS == 2 && kTurns && DV <= D && is_same<T, Out> &&
                                     2 * CONSUMERS * Q_BYTES + RINGS <= ROOM;
-    static constexpr int Q_SLOTS = 1 + kStages;
+    // Bytes leave from registers, but their next queries have a place of their own, too.
+    static constexpr int Q_SLOTS = 1 + (kStages || (kBytes && 2 * CONSUMERS * Q_BYTES + RINGS <= ROOM));
     // Of keys, which are wanted first, there is a stage more where it has room.
     static constexpr int K_STAGES =
         STAGES + (!kPaged && !kBytes && Q_SLOTS * CONSUMERS * Q_BYTES + RINGS + K_BYTES <= ROOM);
@@ -57,14 +58,15 @@ struct HopperAttention {
     static constexpr int BARRIERS_AT = RAW_AT + kBytes * STAGES * V_BYTES;
     // Values have a warp of their own (bring_values). With three consumers or wider rows that is slower without a mask.
     static constexpr bool kSearches = !kPaged && !kBytes && CONSUMERS == 2 && DV <= 128;
+    static constexpr int TRANSPOSERS = kBytes ? 2 : 0;  // warps, which search the values, too
+    static constexpr int FINDINGS_BYTES = STAGES * TRANSPOSERS * sizeof(uint32_t);
     static constexpr int WORK_AT = BARRIERS_AT + RingBarriers<K_STAGES>::BYTES +
-                                   (1 + kBytes + kSearches) * RingBarriers<STAGES>::BYTES +
+                                   (1 + kBytes + kSearches) * RingBarriers<STAGES>::BYTES + FINDINGS_BYTES +
                                    (1 + kStages) * RingBarriers<Q_SLOTS * CONSUMERS>::BYTES +
                                    RingBarriers<PLACES>::BYTES;
     // Of a thread. Who transposes values needs more than who copies.
     static constexpr int PRODUCER_REGISTERS = kPaged ? 72 : kBytes ? 56 : CONSUMERS == 3 ? 32 : 40;
     static constexpr int REGISTERS = kPaged ? 216 : (CONSUMERS == 3 ? 160 : 232) - (kBytes ? 8 : 0);
-    static constexpr int TRANSPOSERS = kBytes ? 2 : 0;  // warps
     static constexpr int COPIERS = kPaged ? 3 : 1;  // warps of the producer that start copies
     static constexpr int READERS = COPIERS + CONSUMERS + TRANSPOSERS + kStages + kSearches;  // of tasks
 
@@ -253,13 +255,25 @@ template <class Tile> struct AttentionExchange {
           v_barriers{k_barriers.base + k_barriers.BYTES},
           raw_barriers{v_barriers.base + v_barriers.BYTES},
           search_barriers{raw_barriers.base + Tile::kBytes * raw_barriers.BYTES},
-          q_barriers{search_barriers.base + Tile::kSearches * search_barriers.BYTES},
+          q_barriers{search_barriers.base + Tile::kSearches * search_barriers.BYTES + Tile::FINDINGS_BYTES},
           staged_barriers{q_barriers.base + q_barriers.BYTES},
           work{reinterpret_cast<AttentionTask*>(shared + Tile::WORK_AT),
                {staged_barriers.base + Tile::kStages * staged_barriers.BYTES}} {}
 
-    // What was found in a stage of values, 0 for nothing: in the place of a barrier that is not needed.
-    __device__ uint32_t findings(int stage) const { return search_barriers.empty(stage); }
+    // What was found in a stage of values, 0 for nothing, by the warp that searches it, in the place of a barrier that
+    // is not needed, or by one of those that transpose it.
+    __device__ uint32_t findings(int stage, int warp = 0) const {
+        return Tile::kBytes ? search_barriers.base + (stage * Tile::TRANSPOSERS + warp) * sizeof(uint32_t)
+                            : search_barriers.empty(stage);
+    }
+
+    // The same of all who search it, once they have.
+    __device__ uint32_t found(const RingPosition<Tile::STAGES>& at) const {
+        barrier_wait((Tile::kBytes ? v_barriers : search_barriers).full(at.stage), at.phase);
+        uint32_t found = load_word(findings(at.stage));
+        for (int warp = 1; warp < Tile::TRANSPOSERS; ++warp) found |= load_word(findings(at.stage, warp));
+        return found;
+    }
 
     // By one thread; a __syncthreads() must follow.
     __device__ void init() const {
