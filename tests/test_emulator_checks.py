@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -485,3 +486,18 @@ extern "C" __global__ void k(int* x) {{
 """
     with pytest.raises(UnsupportedPTX, match=rf"kernel.cu:{line}: .* pointers to functions: .*_Z1[fg]i"):
         launch(source, 1, 32, np.zeros(2, np.int32))
+
+
+def test_launches_of_other_threads_leave_what_is_mapped_alone():
+    """Two views of one buffer, for one launch, with a launch of another thread between."""
+    memory, buffer = GlobalMemory(), np.zeros(100, np.float32)
+    spans = []
+    for view in (buffer[:10], buffer[60:]):
+        start = memory.map(view)
+        spans.append((start, start + view.nbytes))
+        other = threading.Thread(target=memory.begin)
+        other.start()
+        other.join()
+    assert memory.find(spans[0][0]).ranges(True, memory.begin()) == spans
+    memory.map(buffer[:10])
+    assert memory.find(spans[0][0]).ranges(True, memory.begin()) == spans[:1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import threading
 import weakref
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -104,12 +106,20 @@ class GlobalMemory:
         self._starts: list[int] = []
         self._by_root: dict[int, Segment] = {}
         self._next = _FIRST
-        self._launches = 0
+        self._numbers = itertools.count()
+        self._of_thread = threading.local()
 
     def begin(self) -> int:
-        """The number of the launch that begins: what is mapped from here on is for the next."""
-        self._launches += 1
-        return self._launches - 1
+        """The number of this thread's launch that begins: what the thread maps from here on is for its next."""
+        number, self._of_thread.next = self._next_launch(), next(self._numbers)
+        return number
+
+    def _next_launch(self) -> int:
+        try:
+            return self._of_thread.next
+        except AttributeError:
+            self._of_thread.next = number = next(self._numbers)
+            return number
 
     def map(self, array: np.ndarray) -> int:
         """The address of an array's first element.
@@ -125,7 +135,7 @@ class GlobalMemory:
         segment.name = f"{array.dtype} array of shape {array.shape}"
         low, high = _extent(array)
         span = (segment.base + low - segment.host, segment.base + high - segment.host) if array.size else None
-        segment.map(span, array.flags.writeable, self._launches)
+        segment.map(span, array.flags.writeable, self._next_launch())
         return segment.base + array.ctypes.data - segment.host
 
     def find(self, address: int) -> Segment | None:
