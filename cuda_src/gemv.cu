@@ -32,6 +32,8 @@ template <class T> struct Run {
     __device__ Accumulator<T> operator[](int i) const { return widen(values.data[i]); }
 };
 
+constexpr int kFirstBlocks = 400;  // three for each SM of an H200, which may come while the launch before still runs
+
 // SPLIT warps share the K of a group of columns (of swiglu, one of gate and one of up), and each
 // has the loads of UNROLL steps under way.
 template <class T, class Out, int SPLIT, int UNROLL, int kActivation>
@@ -42,6 +44,9 @@ __global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams p
     constexpr int WIDTH = Epilogue::WIDTH, COLUMNS = Epilogue::kGated ? 2 * WIDTH : WIDTH, RUN = Chunk::LENGTH;
     constexpr int GROUPS = 256 / kWarpSize / SPLIT;               // of a block
     constexpr int EXTENT = SPLIT * kWarpSize * RUN;               // of K in a step of all its warps
+    // The L2 is asked for the lines of 128 bytes that a block begins with, while it waits for the launch before.
+    constexpr bool kAsksAhead = sizeof(T) == 2 && !Epilogue::kGated;
+    constexpr int LINE = 128 / int(sizeof(T)), LINES = UNROLL * EXTENT / LINE;  // of a column
     __shared__ V partial[GROUPS][SPLIT][COLUMNS];
     start_next_launch();
     const GemmShape& shape = params.shape;
@@ -54,6 +59,13 @@ __global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams p
         shape.batch_index(batch, index);
         const T* a = static_cast<const T*>(params.call.a) + shape.a.offset(index);
         const T* b = static_cast<const T*>(params.call.b) + shape.b.offset(index);
+        if (kAsksAhead && batch == blockIdx.z && int(blockIdx.x) < kFirstBlocks) {
+#pragma unroll 1
+            for (int i = threadIdx.x; i < GROUPS * WIDTH * LINES; i += 256) {
+                const int column = int(blockIdx.x) * GROUPS * WIDTH + i / LINES, k = i % LINES * LINE;
+                if (column < cols && k < shape.K) prefetch_line(b + column * shape.b.col + k);
+            }
+        }
         const T* columns[COLUMNS];  // those past the last one repeat it
 #pragma unroll
         for (int i = 0; i < COLUMNS; ++i) {

@@ -106,4 +106,5 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         return _CALL.pack(map_of_a, adapters.b, x, indices, *found, *sizes)
 
     kernel, shared_bytes = BESIDE.kernel(device, **choices), config.shared_bytes(problem) + _MEMORY
-    return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), shared_bytes, maps, call, True)
+    ahead = _gemm_sm90.asked_ahead(problem, config)
+    return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), shared_bytes, maps, call, True, ahead)
