@@ -7,7 +7,7 @@ struct NormParams {
     RowShape shape;
     RowArray x, residual, out, residual_out;
     const void *weight, *bias;  // null: not there
-    int64_t weight_col, bias_col;
+    int64_t weight_col, bias_col, whole_weights;  // whole: 16 bytes of them may move as one, whatever ACCESS is
     double eps;
 };
 
@@ -59,6 +59,16 @@ __global__ void __launch_bounds__(RowTeam<TEAM, CLUSTER>::BLOCK,
     else load = x;
     const TeamRow<V, GROUPS, decltype(team), Load> row(team, params.shape.cols, load);
 
+    const W *weight = static_cast<const W*>(params.weight), *bias = static_cast<const W*>(params.bias);
+    // A group a thread, which is few rows: weights come beside the row, not after it.
+    constexpr bool kEarly = GROUPS == 1 && ACCESS == WIDTH;
+    Columns<W, WIDTH, ACCESS> early_weight, early_bias;
+    if constexpr (kEarly) {
+        const int column = team.thread * WIDTH;
+        if (weight && column < params.shape.cols) early_weight.read(weight + column);
+        if (bias && column < params.shape.cols) early_bias.read(bias + column);
+    }
+
     const V cols = V(params.shape.cols);
     V unit = 1, mean = 0, variance = 0;
     auto measure = [&] {
@@ -85,25 +95,33 @@ __global__ void __launch_bounds__(RowTeam<TEAM, CLUSTER>::BLOCK,
     if (team.exists) {
         T* out = params.out.row<T>(index);
         T* sums = kResidual && params.residual_out.base ? params.residual_out.row<T>(index) : nullptr;
-        const W *weight = static_cast<const W*>(params.weight), *bias = static_cast<const W*>(params.bias);
+        // Rows that are not aligned have weights that are, as a rule.
+        const auto read_weights = [&](Group& by, const W* from, int64_t col, int column, int count) {
+            if (ACCESS != WIDTH && params.whole_weights && count >= WIDTH) read_columns<WIDTH>(by, from + column);
+            else read_columns<ACCESS>(by, from + column_offset<ACCESS>(column, col), col, count);
+        };
         row.each([&](const Group& values, int column, int count) {
             Group result, by;
             if (sums) {
-                write_columns<ACCESS>(values, sums + column * params.residual_out.col, params.residual_out.col, count);
+                const int64_t col = params.residual_out.col;
+                write_columns<ACCESS>(values, sums + column_offset<ACCESS>(column, col), col, count);
             }
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) result[i] = (values[i] * unit - mean) * factor;
             if (weight) {
-                read_columns<ACCESS>(by, weight + column * params.weight_col, params.weight_col, count);
+                if constexpr (kEarly) early_weight.widen_to(by);
+                else read_weights(by, weight, params.weight_col, column, count);
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) result[i] *= by[i];
             }
             if (bias) {
-                read_columns<ACCESS>(by, bias + column * params.bias_col, params.bias_col, count);
+                if constexpr (kEarly) early_bias.widen_to(by);
+                else read_weights(by, bias, params.bias_col, column, count);
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) result[i] += by[i];
             }
-            write_columns<ACCESS>(result, out + column * params.out.col, params.out.col, count);
+            const int64_t col = params.out.col;
+            write_columns<ACCESS>(result, out + column_offset<ACCESS>(column, col), col, count);
         });
     }
     team.finish();

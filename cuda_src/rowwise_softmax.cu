@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(RowTeam<TEAM, CLUSTER>::BLOCK,
             Group result;
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) result[i] = exponential(values[i] - most) * factor;
-            write_columns<ACCESS>(result, out + column * params.out.col, params.out.col, count);
+            write_columns<ACCESS>(result, out + column_offset<ACCESS>(column, params.out.col), params.out.col, count);
         });
     }
     team.finish();

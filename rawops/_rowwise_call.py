@@ -17,6 +17,7 @@ from rawops._rowwise_layout import (
     Dense,
     Rows,
     View,
+    access_of,
     array_fields,
     parts_of,
     rows_of,
@@ -30,6 +31,7 @@ from rawops._runtime.workspace import workspace_of_stream
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 WIDTHS = (1, 2, 4, 8)  # columns that a thread moves as one
+ACCESSES = (0, *WIDTHS)  # 0: one, with any stride
 ACTIVATIONS = {"gelu": 2, "gelu_tanh": 3, "silu": 4, "swiglu": 5}  # Activation in epilogue.cuh
 _ACTIVATION_THREADS = 256
 _MANY_GROUPS = 2**14  # an SM
@@ -49,13 +51,13 @@ def spec_of(name: str, fields: dict, choices: dict, smoke: tuple[tuple, ...]) ->
     )
 
 
-_TEAM = {"access": WIDTHS, "groups": GROUPS, "team": TEAMS, "cluster": CLUSTERS}
+_TEAM = {"access": ACCESSES, "groups": GROUPS, "team": TEAMS, "cluster": CLUSTERS}
 NORM = spec_of(
     "norm",
     {
         **array_fields("x", "residual", "out", "residual_out"),
         **dict.fromkeys(("weight", "bias"), "pointer"),
-        **dict.fromkeys(("weight_col", "bias_col"), "int64"),
+        **dict.fromkeys(("weight_col", "bias_col", "whole_weights"), "int64"),
         "eps": "float64",
     },
     {"dtype": DTYPES, "weight_dtype": DTYPES, **_TEAM, "centered": (False, True), "residual": (False, True)},
@@ -77,7 +79,7 @@ SOFTMAX = spec_of(
     (
         ("float16", 8, 4, 128, 1),
         ("bfloat16", 8, 0, 512, 1),
-        ("float32", 1, 4, 32, 1),
+        ("float32", 0, 4, 32, 1),
         ("float64", 2, 2, 8, 1),
         ("bfloat16", 8, 8, 512, 8),
         ("float32", 4, 4, 256, 2),
@@ -86,10 +88,10 @@ SOFTMAX = spec_of(
 SUM = spec_of(
     "sum",
     {**array_fields("x", "out"), "span": "int32"},
-    {"dtype": DTYPES, "out_dtype": DTYPES, "access": WIDTHS, "team": TEAMS, "cluster": CLUSTERS},
+    {"dtype": DTYPES, "out_dtype": DTYPES, "access": ACCESSES, "team": TEAMS, "cluster": CLUSTERS},
     (
         ("float16", "float32", 8, 512, 1),
-        ("float32", "bfloat16", 1, 8, 1),
+        ("float32", "bfloat16", 0, 8, 1),
         ("float64", "float64", 2, 32, 1),
         ("bfloat16", "float32", 8, 512, 8),
         ("float32", "float32", 4, 256, 2),
@@ -98,8 +100,8 @@ SUM = spec_of(
 ACTIVATION = spec_of(
     "activation",
     {**array_fields("x", "out"), "columns": "int64", "up": "int64"},
-    {"dtype": DTYPES, "width": WIDTHS, "groups": (1, 2), "activation": tuple(ACTIVATIONS.values())},
-    (("float16", 8, 2, 5), ("bfloat16", 8, 1, 4), ("float32", 4, 2, 2), ("float32", 1, 1, 3), ("float64", 2, 2, 5)),
+    {"dtype": DTYPES, "access": ACCESSES, "groups": (1, 2), "activation": tuple(ACTIVATIONS.values())},
+    (("float16", 8, 2, 5), ("bfloat16", 8, 1, 4), ("float32", 4, 2, 2), ("float32", 0, 1, 3), ("float64", 2, 2, 5)),
 )
 
 
@@ -266,8 +268,11 @@ def _prepare_norm(function: str, operands: tuple, addresses: list, options: tupl
     rows = rows_of(function, names, named, [addresses[i] for i in order], x.shape[:-1])
     given = {"weight": _WEIGHT, "bias": _BIAS}
     vectors = rows_of(function, tuple(given), (weight, bias), [addresses[i] for i in given.values()], ())
-    access = width_of((*rows.views, *vectors.views), x.dtype.itemsize, x.shape[-1])
-    columns = {f"{name}_col": view.col for name, view in zip(given, vectors.views, strict=True) if view is not None}
+    whole = access_of(vectors.views, x.dtype.itemsize) * x.dtype.itemsize == 16
+    access = access_of(rows.views if whole else (*rows.views, *vectors.views), x.dtype.itemsize, x.shape[-1])
+    columns = {"whole_weights": int(whole)} | {
+        f"{name}_col": view.col for name, view in zip(given, vectors.views, strict=True) if view is not None
+    }
     choices = {"dtype": dtype, "weight_dtype": of_weights, "centered": centered, "residual": residual is not None}
     places = {**dict(zip(names, order, strict=True)), **given}
     launch = team_launch(device, NORM, rows, x.shape[-1], access, places, choices, eps=eps, **columns)
@@ -283,7 +288,7 @@ def _prepare_softmax(function: str, operands: tuple, addresses: list, options: t
     if x.size == 0:
         return Plan(device, apart, (None, result), None)
     rows = rows_of(function, ("x", "out"), (x, result or out), addresses, x.shape[:-1])
-    access = width_of(rows.views, x.dtype.itemsize, x.shape[-1])
+    access = access_of(rows.views, x.dtype.itemsize, x.shape[-1])
     places = {"x": 0, "out": 1}
     launch = team_launch(device, SOFTMAX, rows, x.shape[-1], access, places, {"dtype": dtype})
     return Plan(device, apart, (None, result), launch)
@@ -303,7 +308,7 @@ def _prepare_sum(function: str, operands: tuple, addresses: list, options: tuple
     if 0 in target.shape:
         return Plan(device, apart, (None, result), None)
     rows = rows_of(function, ("x", "out"), (x, target), addresses, x.shape[:-1])
-    access = width_of(rows.views[:1], x.dtype.itemsize, x.shape[-1])
+    access = access_of(rows.views[:1], x.dtype.itemsize, x.shape[-1])
     launch = _sum_launch(device, rows, x.shape[-1], access, dtype, dtypes.name(target.dtype))
     return Plan(device, apart, (None, result), launch)
 
@@ -366,12 +371,12 @@ def _prepare_activation(function: str, operands: tuple, addresses: list, options
         x, target, shape = Dense((x.size,), x.dtype), Dense((x.size,), x.dtype), (x.size,)
     rows = rows_of(function, ("x", "out"), (x, target), addresses, shape[:-1])
     up = shape[-1] * rows.views[0].col if gated else 0
-    width = width_of(rows.views, x.dtype.itemsize, up, shape[-1])
-    groups = rows.count * (shape[-1] // width)
+    access = access_of(rows.views, x.dtype.itemsize, up, shape[-1])
+    groups = rows.count * -(-shape[-1] // (16 // x.dtype.itemsize))
     # Two groups a thread where many threads have long to compute: more loads on their way at a time.
     is_long = activation == "gelu" or (x.dtype.itemsize > 2 and not gated)
     each = 2 if is_long and groups >= device.sm_count * _MANY_GROUPS else 1
-    kernel = ACTIVATION.kernel(device, dtype=dtype, width=width, groups=each, activation=ACTIVATIONS[activation])
+    kernel = ACTIVATION.kernel(device, dtype=dtype, access=access, groups=each, activation=ACTIVATIONS[activation])
     grid, places = -(-groups // (_ACTIVATION_THREADS * each)), {"x": 0, "out": 1}
     launch = launch_of(kernel, grid, _ACTIVATION_THREADS, ACTIVATION, rows, places, columns=shape[-1], up=up)
     return Plan(device, apart, (None, result), launch)

@@ -15,6 +15,8 @@ TEAMS = (8, 32, 128, 256, 512)  # threads of a block that have one row
 CLUSTERS = (1, 2, 4, 8)  # blocks that have
 GROUPS = (0, 1, 2, 4, 8)  # that a thread holds, 0 for a row that is too long to be held
 _USUAL, _MOST = 4, 8  # groups a thread, where a larger team can have the others, and where none can
+_BUSY = 768  # threads that keep an SM busy
+_FEW = 768  # and those that do not, were each row to have a block
 _BLOCKS = 4  # of the largest team, on an SM at a time
 
 ROW_FIELDS = {"rows": "int64", **dict.fromkeys(("extent1", "extent2", "extent3", "cols"), "int32")}
@@ -156,6 +158,11 @@ def width_of(views: tuple[View | None, ...], itemsize: int, *offsets: int) -> in
     return math.gcd(width, *offsets)
 
 
+def access_of(views: tuple[View | None, ...], itemsize: int, *offsets: int) -> int:
+    """Return `width_of`, or 0 where an array has a column stride."""
+    return 0 if any(view is not None and view.col != 1 for view in views) else width_of(views, itemsize, *offsets)
+
+
 def team_of(groups: int, rows: int, whole: bool, device) -> dict[str, int]:
     """Return threads of a block and blocks a row, and the groups that each thread holds: 0 of a row that is too long.
 
@@ -164,16 +171,23 @@ def team_of(groups: int, rows: int, whole: bool, device) -> dict[str, int]:
 
     On Hopper and later the blocks of a cluster share what one block cannot hold, and what too few blocks would read.
     """
-    team = next((t for t in TEAMS[:-1] if groups <= t * _USUAL), TEAMS[-2])
+    full = device.sm_count * _BUSY
+    if groups <= TEAMS[1] * _MOST and rows * TEAMS[1] >= full:
+        # Many short rows: the fewer threads, the less is done for each besides its groups.
+        team = TEAMS[0] if groups <= TEAMS[0] * _MOST and rows * TEAMS[0] >= full else TEAMS[1]
+    else:
+        each = 1 if rows * TEAMS[-2] <= device.sm_count * _FEW else _USUAL  # few rows: all wait for what a thread does
+        team = next((t for t in TEAMS[:-1] if groups <= t * each), TEAMS[-2])
     if groups > team * _MOST:
         team = TEAMS[-1]
     cluster = 1
-    if groups > team and team >= TEAMS[-2] and device.capability >= 90:
+    if groups > TEAMS[-3] * _USUAL and device.capability >= 90:
         # As many blocks as hold the row, or as there are SMs for, as long as each thread has a group.
         wanted = max(-(-groups // (team * _MOST)), min(device.sm_count // (2 * rows), groups // team))
         cluster = next((c for c in CLUSTERS if c >= wanted), CLUSTERS[-1])
     held = 1 << (-(-groups // (team * cluster)) - 1).bit_length()
-    return {"team": team, "cluster": cluster, "groups": held if held <= (_MOST if whole else _USUAL) else 0}
+    most = _MOST if whole or team <= TEAMS[1] else _USUAL
+    return {"team": team, "cluster": cluster, "groups": held if held <= most else 0}
 
 
 def parts_of(groups: int, rows: int, device) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rawops
-from rawops import _rowwise_call
+from rawops import _rowwise_call, _rowwise_layout
 from rawops._rowwise_layout import parts_of
 from rawops.testing import references
 
@@ -42,6 +42,18 @@ ROWWISE = {
     "swiglu": (rawops.swiglu, references.swiglu),
     "row_sum": (rawops.row_sum, lambda x: np.asarray(x, np.float64).sum(-1)),
 }
+
+
+@pytest.fixture
+def forget_plans(monkeypatch):
+    """Calls are planned anew after it is called, and once more after the test."""
+
+    def forget() -> None:
+        for op in rawops.rowwise.OPS.values():
+            monkeypatch.setattr(op, "_plans", {})
+            monkeypatch.setattr(op, "_last", (None,) * 4)
+
+    return forget
 
 
 def close(got, want, dtype, terms: int = 1) -> None:
@@ -105,6 +117,26 @@ def test_teams_are_those_of_all_rows(device, monkeypatch):
     assert (device.get(rawops.row_sum(x)) == 5).all() and seen == [64]
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=str)
+@pytest.mark.parametrize("op", ["rmsnorm", "layernorm", "softmax", "row_sum"])
+@pytest.mark.parametrize("setting", ["_BUSY", "_FEW"])
+def test_teams_of_many_rows(device, rng, monkeypatch, forget_plans, setting, op, dtype):
+    """Up to four and eight groups a thread: aligned, ragged and shifted rows, the bits of each other's columns."""
+    monkeypatch.setattr(_rowwise_layout, setting, 0)
+    forget_plans()
+    run, reference = ROWWISE[op]
+    per_group = 16 // np.dtype(dtype).itemsize
+    for cols in (40 * per_group, 64 * per_group, 64 * per_group - 3, 250 * per_group - 1):
+        host = np.full((5, cols + per_group), np.nan).astype(dtype)
+        host[1:4, 1:-per_group] = rng.standard_normal((3, cols - 1)) * 3
+        shifted = device.put(host)[1:4, 1:-per_group]
+        want = reference(host[1:4, 1:-per_group].astype(np.float64))
+        out = device.guarded(want.shape, dtype)
+        run(shifted, out=out)
+        close(device.get(out).astype(np.float64), want, np.dtype(dtype), cols)
+        np.testing.assert_array_equal(device.get(run(device.xp.ascontiguousarray(shifted))), device.get(out))
+
+
 @pytest.mark.parametrize("op", ROWWISE)
 def test_empty_and_wrong(device, op):
     run, _ = ROWWISE[op]
@@ -158,6 +190,8 @@ def test_norms_with_residual_and_weights(device, rng, name, dtype):
     want = norm(name, exact, weight, bias if name == "layernorm" else None)
     close(device.get(out).astype(np.float64), want, np.dtype(dtype), cols)
     np.testing.assert_array_equal(device.get(sums), exact.astype(np.float32).astype(dtype))
+    apart = {key: device.put(np.stack([device.get(value)] * 2, 1))[:, 0] for key, value in given.items()}
+    np.testing.assert_array_equal(device.get(run(x, **apart, residual=residual)), device.get(out))
     own = {key: value.astype(dtype) for key, value in given.items()}  # weights of x's dtype
     got = device.get(run(x, **own, residual=residual)).astype(np.float64)
     host = {key: device.get(value).astype(np.float64) for key, value in own.items()}
@@ -285,14 +319,13 @@ def test_parts_are_for_few_long_rows():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=str)
-def test_two_groups_a_thread(device, rng, monkeypatch, dtype):
+def test_two_groups_a_thread(device, rng, monkeypatch, forget_plans, dtype):
     """As many entries are computed have the bits of few: one row and several, past the groups of a block."""
     flat = device.put(rng.standard_normal(12000).astype(dtype))
     views = [flat[:size] for size in (8, 2056, 4096, 4104, 12000)] + [flat[:11600].reshape(40, 290)[:, :288]]
     want = [device.get(rawops.gelu(x)) for x in views]
     monkeypatch.setattr(_rowwise_call, "_MANY_GROUPS", 0)
-    monkeypatch.setattr(rawops.rowwise.OPS["activation"], "_plans", {})
-    monkeypatch.setattr(rawops.rowwise.OPS["activation"], "_last", (None,) * 4)
+    forget_plans()
     for x, few in zip(views, want, strict=True):
         out = device.guarded(x.shape, dtype)
         rawops.gelu(x, out=out)

@@ -52,7 +52,14 @@ __device__ inline double exact_gelu(double x) {
     return x * normcdf(x);
 }
 
-// Safe for every value: where exp overflows, x / inf is the right 0. The limit at -inf is taken, 0; NaN stays NaN.
+// 1 / x for x from 1 to 2. A division calls a function for a 0 above it, or what is no normal number.
+__device__ inline float near_reciprocal(float x) {
+    const float y = approximate_reciprocal(x);
+    return fmaf(fmaf(-x, y, 1.0f), y, y);
+}
+__device__ inline double near_reciprocal(double x) { return 1 / x; }
+
+// Safe for every value: exponentials are those of negative numbers. The limit at -inf is taken, 0; NaN stays NaN.
 template <int kActivation, class V> __device__ inline V activate(V x, V up) {
     if constexpr (kActivation == kIdentity) {
         return x;
@@ -61,13 +68,11 @@ template <int kActivation, class V> __device__ inline V activate(V x, V up) {
     } else {
         x = x < V(-1e4) ? V(-1e4) : x;
         if constexpr (kActivation == kRelu) return x < V(0) ? V(0) : x;
-        if constexpr (kActivation == kGeluTanh) {
-            // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative u.
-            const V twice_u = V(1.5957691216057308) * (x + V(0.044715) * x * x * x);
-            return x / (V(1) + exp(-twice_u));
-        }
-        const V silu = x / (V(1) + exp(-x));
-        return kActivation == kSwiglu ? silu * up : silu;
+        // x / (1 + exp(-u)). 1 + tanh(u / 2) = 2 / (1 + exp(-u)) does not cancel for negative u.
+        const V u = kActivation == kGeluTanh ? V(1.5957691216057308) * (x + V(0.044715) * x * x * x) : x;
+        const V power = exp(-fabs(u)), factor = near_reciprocal(V(1) + power);
+        const V result = (u < V(0) ? x * power : x) * factor;
+        return kActivation == kSwiglu ? result * up : result;
     }
 }
 

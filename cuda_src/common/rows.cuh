@@ -23,8 +23,14 @@ struct RowShape {
 // Where a row is along the axes.
 struct RowIndex {
     int64_t at[4] = {};
+    bool is_flat;  // along the first axis alone, as most are: spares three products of 64 bits for each array
 
-    __device__ RowIndex(const RowShape& shape, int64_t row) {
+    __device__ RowIndex(const RowShape& shape, int64_t row)
+        : is_flat(shape.extent[0] == 1 && shape.extent[1] == 1 && shape.extent[2] == 1) {
+        if (is_flat) {
+            at[0] = row;
+            return;
+        }
 #pragma unroll
         for (int axis = 3; axis > 0; --axis) {
             const int extent = shape.extent[axis - 1];
@@ -43,9 +49,11 @@ struct RowArray {
     int64_t step[4], col;
 
     template <class T> __device__ T* row(const RowIndex& index) const {
-        int64_t offset = 0;
+        int64_t offset = index.at[0] * step[0];
+        if (!index.is_flat) {
 #pragma unroll
-        for (int axis = 0; axis < 4; ++axis) offset += index.at[axis] * step[axis];
+            for (int axis = 1; axis < 4; ++axis) offset += index.at[axis] * step[axis];
+        }
         return static_cast<T*>(base) + offset;
     }
 };
@@ -67,30 +75,32 @@ template <class Piece> __device__ inline void store_whole(Piece* to, const Piece
     }
 }
 
-// WIDTH neighbours as they lie in memory, ACCESS of them at a time: more than one take a column stride of 1 and
-// addresses on multiples of their size, or of 16 bytes. Where ACCESS is not WIDTH, some may be missing at the end, with
-// zeros instead.
+// How far a column is from the first one, in elements: an ACCESS of 0 is for any stride, others for 1.
+template <int ACCESS> __device__ inline int64_t column_offset(int64_t column, int64_t col) {
+    return ACCESS == 0 ? column * col : column;
+}
+
+// WIDTH neighbours as they lie in memory, ACCESS of them at a time: those take a column stride of 1 and addresses on
+// multiples of their size, or of 16 bytes. An ACCESS of 0 is one at a time with any stride. Where ACCESS is not WIDTH,
+// some may be missing at the end, with zeros instead.
 template <class T, int WIDTH, int ACCESS = WIDTH> struct Columns {
-    static constexpr int PIECE = min_of(ACCESS, 16 / int(sizeof(T))), PIECES = WIDTH / PIECE;
+    static constexpr int PIECE = clamp(ACCESS, 1, 16 / int(sizeof(T))), PIECES = WIDTH / PIECE;
     Vector<T, PIECE> piece[PIECES];
 
     __device__ void read(const T* from, int64_t col = 1, int count = WIDTH) {
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
+        each_piece(count, [&](int i, bool exists) {
             piece[i] = {};
-            if (ACCESS == WIDTH || i * PIECE < count) {
-                piece[i] = *reinterpret_cast<const Vector<T, PIECE>*>(from + i * PIECE * col);
-            }
-        }
+            const T* at = from + column_offset<ACCESS>(i * PIECE, col);
+            if (exists) piece[i] = *reinterpret_cast<const Vector<T, PIECE>*>(at);
+        });
     }
     __device__ void write(T* to, int64_t col = 1, int count = WIDTH) const {
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
-            if (ACCESS == WIDTH || i * PIECE < count) {
-                store_whole(reinterpret_cast<Vector<T, PIECE>*>(to + i * PIECE * col), piece[i]);
-            }
-        }
+        each_piece(count, [&](int i, bool exists) {
+            T* at = to + column_offset<ACCESS>(i * PIECE, col);
+            if (exists) store_whole(reinterpret_cast<Vector<T, PIECE>*>(at), piece[i]);
+        });
     }
+    __device__ T& operator[](int i) { return piece[i / PIECE].data[i % PIECE]; }
     template <class V> __device__ void widen_to(V (&values)[WIDTH]) const {
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) values[i] = widen(piece[i / PIECE].data[i % PIECE]);
@@ -98,6 +108,18 @@ template <class T, int WIDTH, int ACCESS = WIDTH> struct Columns {
     template <class V> __device__ void narrow_from(const V (&values)[WIDTH]) {
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) piece[i / PIECE].data[i % PIECE] = narrow<T>(values[i]);
+    }
+
+private:
+    // Calls visit(i, exists); nearly all groups are whole, and nothing is asked for each piece of those.
+    template <class Visit> static __device__ void each_piece(int count, Visit visit) {
+        if (ACCESS == WIDTH || count >= WIDTH) {
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) visit(i, true);
+        } else {
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) visit(i, i * PIECE < count);
+        }
     }
 };
 template <int ACCESS, int WIDTH, class T, class V>
@@ -273,7 +295,7 @@ template <class T, int ACCESS_> struct OneArray {
 
     __device__ Raw read(int column, int count) const {
         Raw raw;
-        raw.read(row + column * col, col, count);
+        raw.read(row + column_offset<ACCESS>(column, col), col, count);
         return raw;
     }
     template <class V> __device__ void widen(V (&values)[WIDTH], const Raw& raw) const { raw.widen_to(values); }
