@@ -7,9 +7,9 @@
 //
 // A consumer has a unit of 64 columns, and every SLICES-th stage; of a gated tile, half of the units have columns of
 // the gate and the other half those of up. While the tensor cores work on one section of K, it dequantises the next.
-// Two consumers take turns, so that one has the tensor cores while the other adds up. Weights are exact in a's type;
-// each group's sum is float32 and is scaled in float32. A block takes items blockIdx.x, blockIdx.x + gridDim.x, ...:
-// the tiles of one slice of K after another.
+// Two consumers begin half a stage apart, so that one has the tensor cores while the other adds up. Weights are exact
+// in a's type; each group's sum is float32 and is scaled in float32. A block takes items blockIdx.x,
+// blockIdx.x + gridDim.x, ...: the tiles of one slice of K after another.
 #include "common/launches.cuh"
 #include "common/w4_wide.cuh"
 
@@ -171,7 +171,6 @@ __device__ inline void run_wide(const WideMaps& maps, const W4Params& params, in
     const WideConsumer<Tile> self(warpgroup - 1, threadIdx.x % kWarpGroupSize, params.groups.zero_sign);
     RingPosition<Tile::STAGES> slot;
     const bool partial = params.shape.partial_stride != 0;
-    self.first_turn();
 #pragma unroll 1
     for (int index = schedule.first; index < schedule.count; index += schedule.step) {
         const WideWork work = schedule.at(index);
@@ -196,7 +195,6 @@ __device__ inline void run_wide(const WideMaps& maps, const W4Params& params, in
             finish_by_slab<Tile>(sum, epilogue, work, params.shape.M, slab, self);
         }
     }
-    self.last_turn();
     if (kStaged && self.leads()) tma_store_wait_read();  // the block's memory ends with it
 }
 

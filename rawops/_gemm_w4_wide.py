@@ -12,8 +12,8 @@ from rawops._gemm_maps import encode, k_major, map_of
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 BLOCK_K = 128
-# Tokens, units of 64 columns, and the warpgroups that share out the stages of each; what a block of K takes, in
-# nanoseconds on an H200, with K contiguous.
+# Tokens, units of 64 columns, and the warpgroups that share out the stages of each; what a block of K took, in
+# nanoseconds on an H200, with K contiguous. Since then all have become 0 to 10 % faster.
 TILES = {
     (16, 4, 1): 666,
     (16, 2, 2): 360,

@@ -18,6 +18,7 @@ template <> struct Half<__half> {
     static constexpr uint32_t kRebias = 0x74007400;   // 2^14 takes e2m1's exponents to this type's
     static constexpr int kExponentShift = 3;          // from the top of 16 bits down to the place of e2m1's exponent
     static constexpr uint32_t kFloat4Mask = 0x8e008e00;
+    static constexpr uint64_t kFloat4Low = 0, kFloat4High = 0x464442403e3c3800;  // bytes of the eight magnitudes
     static __device__ Pair both(float x) { return __float2half2_rn(x); }
 };
 template <> struct Half<__nv_bfloat16> {
@@ -26,6 +27,7 @@ template <> struct Half<__nv_bfloat16> {
     static constexpr uint32_t kRebias = 0x7e807e80;   // 2^126
     static constexpr int kExponentShift = 6;
     static constexpr uint32_t kFloat4Mask = 0x81c081c0;
+    static constexpr uint64_t kFloat4Low = 0xc0804000c0800000, kFloat4High = 0x404040403f3f3f00;
     static __device__ Pair both(float x) { return __float2bfloat162_rn(x); }
 };
 
@@ -80,6 +82,7 @@ template <> struct SmallIntegers<__nv_bfloat16> {
 template <class T, int kFormat> struct SmallWeights {
     using Pair = typename Half<T>::Pair;
     static constexpr float kUnit = SmallIntegers<T>::kUnit, kFactor = 1 / kUnit;
+    static constexpr uint32_t kConstant = SmallIntegers<T>::kPowers;
 
     // Less a zero point, or what two's complement has instead: exact while integers up to 256 are.
     struct Offsets {
@@ -87,9 +90,12 @@ template <class T, int kFormat> struct SmallWeights {
         __device__ void set(int zero) { less = Half<T>::both(-kUnit * float(zero)); }
     };
 
-    // A byte's two: the lower byte's or the upper one's of `both`, whose halves are the same.
-    static __device__ uint32_t pair(uint32_t both, bool upper, const Offsets& offsets) {
-        return convert<0x00f0000f>(upper ? both >> 8 : both, SmallIntegers<T>::kPowers, offsets);
+    // What two bytes hold, of which each half of `both` has one copy. `constant` is kConstant, in a way that the
+    // compiler does not see: it would move it to a register anew for each pair.
+    static __device__ void pairs(uint32_t& lower, uint32_t& upper, uint32_t both, uint32_t constant,
+                                 const Offsets& of_lower, const Offsets& of_upper) {
+        lower = convert<0x00f0000f>(both, constant, of_lower);
+        upper = convert<0x00f0000f>(both >> 8, constant, of_upper);
     }
 
     // Elements i and i + 4 of the eight in a word.
@@ -110,12 +116,23 @@ private:
 };
 template <class T> struct SmallWeights<T, kFloat4> {
     static constexpr float kFactor = 1;
+    static constexpr uint32_t kConstant = 0x80808080;
     struct Offsets {
         __device__ void set(int) {}
     };
-    static __device__ uint32_t pair(uint32_t both, bool upper, const Offsets&) {
-        const uint32_t top = upper ? both : both << 8;
-        return convert_codes<T, kFloat4>(__byte_perm(top << 4, top, 0x7610));
+    // The four codes are the selector of a permutation: three bits of each choose a byte of a table, and with the
+    // fourth a byte becomes eight copies of its sign.
+    static __device__ void pairs(uint32_t& lower, uint32_t& upper, uint32_t both, uint32_t constant, const Offsets&,
+                                 const Offsets&) {
+        constexpr uint64_t kLow = Half<T>::kFloat4Low, kHigh = Half<T>::kFloat4High;
+        const uint32_t magnitudes = both & 0x7777;
+        uint32_t low = 0, signs;  // of negative numbers 0xff, of others 0x80
+        asm("prmt.b32 %0, %1, %1, %2;" : "=r"(signs) : "r"(constant), "r"(both));
+        uint32_t high = __byte_perm(uint32_t(kHigh), uint32_t(kHigh >> 32), magnitudes);
+        high |= signs << 1 & kConstant;
+        if constexpr (kLow != 0) low = __byte_perm(uint32_t(kLow), uint32_t(kLow >> 32), magnitudes);
+        lower = __byte_perm(low, high, 0x5140);
+        upper = __byte_perm(low, high, 0x7362);
     }
     static __device__ uint32_t pair_apart(uint32_t word, int i, const Offsets&) {
         return convert_codes<T, kFloat4>(word << (12 - 4 * i));

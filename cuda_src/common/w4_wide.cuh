@@ -30,9 +30,15 @@ struct WideTile {
     static constexpr int CONSUMERS = UNITS * SLICES, THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     static constexpr int UNIT = 64, PARTS = kGated ? 2 : 1, COLS = UNITS * UNIT / PARTS;  // of b, of D
     static constexpr int BLOCK_K = 128, GROUPS = BLOCK_K / GROUP;
-    // Of 16 along K in a section. Shorter ones leave registers for more consumers.
-    static constexpr int STEPS = CONSUMERS == 2 && GROUP >= 64 ? 4 : 2, SECTIONS = BLOCK_K / 16 / STEPS;
-    static constexpr bool kTurns = CONSUMERS == 2;
+    // K is multiplied in sections. What is read from shared memory for one stands in line behind products, the other
+    // consumers' too. So it is read while AHEAD others are still to be dequantised, and a consumer that goes on has at
+    // most IN_LINE unfinished. The numbers are as measured, since the compiler orders the rest differently with each: a
+    // wait for nothing, after the second section of a group, helps some. More consumers have fewer registers.
+    static constexpr int STEPS = 2, SECTION = STEPS * 16, SECTIONS = BLOCK_K / SECTION;
+    static constexpr int AHEAD = CONSUMERS == 2 ? 2 : 1, FRAGMENTS = AHEAD * 2;
+    static constexpr bool kShortLine = kKMajor && kFormat_ != kFloat4 && kFinish == kByBox;
+    static constexpr int IN_LINE = CONSUMERS == 2 && !kShortLine ? 3 : AHEAD, WAITS_AFTER = kShortLine ? 1 : IN_LINE;
+    static_assert(IN_LINE < FRAGMENTS && SECTIONS % FRAGMENTS == 0, "fragments that are replaced have been read");
     static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 24;
     static constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 112;
     using Operand = WgmmaOperand<true, 64>;
@@ -56,7 +62,7 @@ struct WideTile {
     static constexpr int FINISH_AT = kFinish == kByRing ? 0 : STAGES * STAGE_BYTES;
     static constexpr int FINISH_BYTES = kFinish == kByBox ? UNITS * BOX : kFinish == kBySlab ? CHUNK * SLAB_ROW * 4 : 0;
     static constexpr int BARRIERS_AT = STAGES * STAGE_BYTES + FINISH_BYTES;
-    static_assert(TOKENS % 16 == 0 && CONSUMERS * TOKENS <= 256, "sum and part of it fit in the registers");
+    static_assert(TOKENS % 16 == 0 && CONSUMERS * TOKENS <= 320, "sum and part of it fit in the registers");
     static_assert(UNITS % PARTS == 0, "units of gate and of up");
     static_assert(kFinish != kByBox || (PARTS == 1 && SLICES == 1), "a consumer alone knows what a box holds");
     static_assert(kFinish != kByRing || SLICES * TOKENS * SLAB_ROW * 4 <= STAGES * STAGE_BYTES,
@@ -149,6 +155,7 @@ public:
         const int g = lane / 4, t = lane % 4;
         column = warp * 16 + g * 2;
         select = 0x4040 + t * 0x1111;
+        constant = Tile::Weights::kConstant + (zero_sign & 1);  // of 0 or 128, which the compiler does not know
         weights = Tile::WEIGHTS_AT + unit * Tile::UNIT_BYTES;
         if constexpr (Tile::kKMajor) {
             weights += column * 64 + g % 4 * 16;
@@ -161,6 +168,7 @@ public:
     // sum = a @ b over the consumer's share of `blocks` stages.
     __device__ void multiply(typename Tile::Sums& sum, int blocks, uint32_t ring, RingPosition<Tile::STAGES> slot,
                              const RingBarriers<Tile::STAGES>& barriers) const {
+        constexpr int SECTIONS = Tile::SECTIONS, AHEAD = Tile::AHEAD, FRAGMENTS = Tile::FRAGMENTS;
 #pragma unroll
         for (int i = 0; i < Tile::TOKENS / 2; ++i) sum[i] = 0;
         const int first = (slice - slot.stage % Tile::SLICES + Tile::SLICES) % Tile::SLICES;
@@ -169,50 +177,39 @@ public:
             barrier_wait(barriers.full(slot.stage), slot.phase);
             return ring + slot.stage * Tile::STAGE_BYTES;
         };
-        uint32_t a[2][Tile::STEPS][4];  // of the section that is multiplied, and of the next
+        Fragments a[FRAGMENTS];
+        Packed packed[AHEAD];
         slot.skip(first);
         uint32_t stage = begin();
-        dequantise(a[0], stage, 0, false);
+#pragma unroll
+        for (int section = 0; section < AHEAD; ++section) fetch(packed[section], stage, section);
+        dequantise(a[0], packed[0]);
+        fetch(packed[0], stage, AHEAD);
         typename Tile::Sums part;
+        const bool apart = Tile::CONSUMERS == 2 && blocks > Tile::STAGES;  // see await_first()
+        if (apart && number == 1) await_first();
 #pragma unroll 1
         for (int block = first; block < blocks; block += Tile::SLICES) {
             const int current = slot.stage;
             uint32_t next = stage;
+            float scale[2];
 #pragma unroll
-            for (int section = 0; section < Tile::SECTIONS; ++section) {
-                constexpr int LENGTH = Tile::STEPS * 16;
-                const int begin_k = section * LENGTH, end_k = begin_k + LENGTH;
-                const bool reads = begin_k % Tile::GROUP != 0;  // the section before may still be read
-                if constexpr (Tile::kTurns) await_turn();
-                wgmma_fence();
-#pragma unroll
-                for (int step = 0; step < Tile::STEPS; ++step) {
-                    const int k = begin_k + step * 16;
-                    const uint64_t tokens = Tile::Operand::descriptor(stage + k / 64 * Tile::TOKEN_BOX);
-                    Wgmma<Tile::TOKENS>::template multiply<typename Tile::T, true>(
-                        part, a[section % 2][step], Tile::Operand::advance(tokens, 0, k % 64 / 16),
-                        k % Tile::GROUP != 0);
-                }
-                wgmma_commit();
-                if constexpr (Tile::kTurns) end_turn();
-                if (section + 1 < Tile::SECTIONS) {
-                    dequantise(a[(section + 1) % 2], stage, section + 1, reads);
-                } else if (block + Tile::SLICES < blocks) {
+            for (int section = 0; section < SECTIONS; ++section) {
+                const int begin_k = section * Tile::SECTION, end_k = begin_k + Tile::SECTION;
+                const int fetched = section + 1 + AHEAD;
+                if (begin_k % Tile::GROUP == 0) read_scales(scale, stage, begin_k / Tile::GROUP);
+                begin_products(part, a[section % FRAGMENTS], stage, section);
+                if (apart && number == 0 && block == 0 && section == 1) release_second();
+                if (fetched == SECTIONS && block + Tile::SLICES < blocks) {
                     slot.skip(Tile::SLICES);
                     next = begin();
-                    dequantise(a[0], next, 0, reads);
                 }
+                if (begin_k % Tile::GROUP / Tile::SECTION >= Tile::WAITS_AFTER) wgmma_wait<Tile::IN_LINE>();
+                // After the last stage these are its own first sections once more, which does no harm.
+                dequantise(a[(section + 1) % FRAGMENTS], packed[(section + 1) % AHEAD]);
+                fetch(packed[(section + 1) % AHEAD], fetched < SECTIONS ? stage : next, fetched % SECTIONS);
                 if (end_k % Tile::GROUP == 0) {
-                    float scale[2];
-                    read_scales(scale, stage, end_k / Tile::GROUP - 1);
-                    wgmma_wait<0>();
-                    hold(part);
-                    if (end_k == Tile::BLOCK_K) {
-                        __syncwarp();
-                        if (lane == 0) barrier_arrive(barriers.empty(current));
-                    }
-#pragma unroll
-                    for (int i = 0; i < Tile::TOKENS / 2; ++i) sum[i] = fmaf(scale[i / 2 % 2], part[i], sum[i]);
+                    add_group(sum, part, scale, barriers.empty(current), section + 1 == SECTIONS);
                 }
             }
             stage = next;
@@ -220,22 +217,16 @@ public:
     }
 
     __device__ bool leads() const { return warp == 0 && lane == 0; }
-    __device__ void sync() const { sync_group<kWarpGroupSize>(4 + number); }
-
-    // The turns of two consumers: the first one's begins with the kernel, and ends it.
-    __device__ void first_turn() const {
-        if (Tile::kTurns && number == 1) end_turn();
-    }
-    __device__ void last_turn() const {
-        if (Tile::kTurns && number == 0) await_turn();
-    }
+    __device__ void sync() const { sync_group<kWarpGroupSize>(3 + number); }
 
 private:
     int zero_sign, weights;
-    uint32_t select;
+    uint32_t select, constant;
 
-    __device__ void await_turn() const { sync_group<2 * kWarpGroupSize>(2 + number); }
-    __device__ void end_turn() const { arrive_group<2 * kWarpGroupSize>(3 - number); }
+    // The second of two consumers begins a tile when the first has begun half a stage, so that they do not add up at
+    // the same time. With no more blocks than stages, the first might be at its next tile before the second waits.
+    __device__ void await_first() const { sync_group<2 * kWarpGroupSize>(2); }
+    __device__ void release_second() const { arrive_group<2 * kWarpGroupSize>(2); }
 
     template <class V> __device__ Vector<V, 2> pair_at(uint32_t boxes, int step, int group) const {
         const int n = unit % Tile::OF_PART * Tile::UNIT + column;
@@ -248,47 +239,87 @@ private:
         for (int i = 0; i < 2; ++i) scale[i] = widen(pair.data[i]);
     }
 
-    // The fragments of a section, in the place of those of the last but one, which the tensor cores may still be at.
-    __device__ void dequantise(uint32_t (&a)[Tile::STEPS][4], uint32_t stage, int section, bool waits) const {
-        if (Tile::kTurns && waits) wgmma_wait<1>();  // loads beside the other's products would only slow these down
-        // Two bytes twice: of a column, four apart along K, or of both columns.
-        uint32_t words[Tile::STEPS][2];
-        if constexpr (Tile::kKMajor) {
+    // What a section's fragments are made of, as shared memory has it.
+    struct Packed {
+        uint32_t words[Tile::STEPS][Tile::kKMajor ? 4 : 2];
+        Vector<unsigned char, 2> zero;
+    };
+    using Fragments = uint32_t[Tile::STEPS][4];
+
+    __device__ void fetch(Packed& packed, uint32_t stage, int section) const {
 #pragma unroll
-            for (int step = 0; step < Tile::STEPS; step += 2) {
-                const uint32_t chunk = (stage + weights) ^ (section * Tile::STEPS + step) / 2 * 16;
+        for (int step = 0; step < Tile::STEPS; step += 2) {
+            const int at = section * Tile::STEPS + step;
+            if constexpr (Tile::kKMajor) {  // 32 along K of each column
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    uint32_t four[4];
-                    load_shared(four, chunk + i * 64);
-                    words[step][i] = __byte_perm(four[0], four[1], select);
-                    words[step + 1][i] = __byte_perm(four[2], four[3], select);
-                }
-            }
-        } else {
-#pragma unroll
-            for (int step = 0; step < Tile::STEPS; step += 2) {
+                for (int i = 0; i < 2; ++i) load_shared(packed.words[step + i], ((stage + weights) ^ at * 8) + i * 64);
+            } else {
                 uint32_t four[4];
-                ldmatrix<true>(four, stage + weights + (section * Tile::STEPS + step) * 8 * 64);
+                ldmatrix<true>(four, stage + weights + at * 8 * 64);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) words[step + i / 2][i % 2] = four[i];
+                for (int i = 0; i < 4; ++i) packed.words[step + i / 2][i % 2] = four[i];
             }
         }
+        if constexpr (Tile::kHasZeros) {
+            const int group = section * Tile::SECTION / Tile::GROUP;
+            packed.zero = pair_at<unsigned char>(stage + Tile::ZEROS_AT, Tile::ZERO_STEP, group);
+        }
+    }
+
+    __device__ void dequantise(Fragments& a, const Packed& packed) const {
         typename Tile::Weights::Offsets offsets[2];
         if constexpr (Tile::kHasZeros) {
-            const int group = section * Tile::STEPS * 16 / Tile::GROUP;
-            const auto pair = pair_at<unsigned char>(stage + Tile::ZEROS_AT, Tile::ZERO_STEP, group);
-            for (int i = 0; i < 2; ++i) offsets[i].set((pair.data[i] ^ zero_sign) - zero_sign);
+            for (int i = 0; i < 2; ++i) offsets[i].set((packed.zero.data[i] ^ zero_sign) - zero_sign);
         }
-        if (!Tile::kTurns && waits) wgmma_wait<1>();
 #pragma unroll
         for (int step = 0; step < Tile::STEPS; ++step) {
+            // Two bytes twice: of a column, four apart along K, or of both columns.
+            uint32_t both[2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // of the fragment: column i % 2, the first or the second eight of K
-                const uint32_t both = words[step][Tile::kKMajor ? i % 2 : i / 2];
-                a[step][i] = Tile::Weights::pair(both, Tile::kKMajor ? i / 2 : i % 2, offsets[i % 2]);
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t* words = packed.words[Tile::kKMajor ? step / 2 * 2 + i : step];
+                if constexpr (Tile::kKMajor) {
+                    both[i] = __byte_perm(words[step % 2 * 2], words[step % 2 * 2 + 1], select);
+                } else {
+                    both[i] = words[i];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {  // entry j of the fragment: column j % 2, the first or the second eight of K
+                uint32_t(&of)[4] = a[step];
+                if constexpr (Tile::kKMajor) {
+                    Tile::Weights::pairs(of[i], of[i + 2], both[i], constant, offsets[i], offsets[i]);
+                } else {
+                    Tile::Weights::pairs(of[i * 2], of[i * 2 + 1], both[i], constant, offsets[0], offsets[1]);
+                }
             }
         }
+    }
+
+    // part = the products of a section, or part += them. They go on while the consumer does.
+    __device__ void begin_products(typename Tile::Sums& part, const Fragments& a, uint32_t stage, int section) const {
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Tile::STEPS; ++step) {
+            const int k = section * Tile::SECTION + step * 16;
+            const uint64_t tokens = Tile::Operand::descriptor(stage + k / 64 * Tile::TOKEN_BOX);
+            Wgmma<Tile::TOKENS>::template multiply<typename Tile::T, true>(
+                part, a[step], Tile::Operand::advance(tokens, 0, k % 64 / 16), k % Tile::GROUP != 0);
+        }
+        wgmma_commit();
+    }
+
+    // Waits for the products of a group, lets go of the stage after its last one, and adds up.
+    __device__ void add_group(typename Tile::Sums& sum, typename Tile::Sums& part, const float (&scale)[2],
+                              uint32_t empty, bool is_last) const {
+        wgmma_wait<0>();
+        hold(part);
+        if (is_last) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty);
+        }
+#pragma unroll
+        for (int i = 0; i < Tile::TOKENS / 2; ++i) sum[i] = fmaf(scale[i / 2 % 2], part[i], sum[i]);
     }
 };
 
