@@ -40,10 +40,12 @@ from rawops._gemm_operands import (
     layout_of,
     pack_shape,
 )
+from rawops._gemm_sm90_specs import PARTIAL
 from rawops._gemm_steps import ONE, ZERO, Launch, OneKernel, OnHopper, OwnSteps, Repeat, SplitK, overlaps
 from rawops._runtime import arrays, checks, dtypes
 
 _OUT = ROLES.index("out")
+_FEW_GROUPS = 2**15
 _MAX_GRID_Z = 65535
 _MAX_LAUNCHES = 4096  # of one product
 _MAX_BOUND = 256  # calls of a launch, by their addresses
@@ -275,14 +277,15 @@ class Product:
         count = slices.count
         device, operands, M, N, K, _, activation = described
         cols = N // 2 if self.options.activation == "swiglu" else N
-        parts, extents, sums, parts_shape = _gemm_sm90_split.describe(operands, count, M, N, K)
-        partial = _gemm_sm90.plan(device, parts, M, N, K // count, extents, 0, config=slices.config)
+        groups = -(-cols // 8) * -(-M // 16) * 32
+        parts, extents, sums, parts_shape = _gemm_sm90_split.describe(operands, slices, M, N, K)
+        partial = _gemm_sm90.plan(device, parts, M, N, K, extents, 0, config=slices.config, finish=PARTIAL)
         # The launch before is most often one that adds up, whose blocks leave the SMs to any number of others.
         partial = replace(partial, early=True)
         dtype = operands["a"].dtype
         return SplitK(
             partial=OnHopper(partial, parts_shape),
-            **reduction(device, dtype, operands["out"].dtype, activation, -(-cols // 4) * M, count),
+            **reduction(device, dtype, operands["out"].dtype, activation, groups, count, fragments=True),
             shape=shape,
             slices=sums,
             workspace=functools.partial(self.workspace, device, sums, dtypes.numpy("float32")),
@@ -380,13 +383,18 @@ class Product:
         return OneKernel(kernel, grid, (tile.threads, 1, 1), shared_bytes, shape, tail)
 
 
-def reduction(device, dtype: str, out_dtype: str, activation: int, groups: int, splits: int) -> dict:
+def reduction(
+    device, dtype: str, out_dtype: str, activation: int, groups: int, splits: int, fragments: bool = False
+) -> dict:
     """Return kernel and grid of the launch that adds up slices, by the names that SplitK has for them.
 
-    `groups` are of as many columns as 16 bytes of accumulators hold.
+    `groups` are of as many columns as 16 bytes of accumulators hold; `fragments`: as slices on Hopper write them.
     """
-    lanes = next((lanes for lanes in (4, 8) if splits <= 4 * lanes), 16)  # four loads each, all at a time
-    kernel = REDUCE.kernel(device, dtype=dtype, out_dtype=out_dtype, lanes=lanes, activation=activation)
+    # Four loads each, all at a time; a thread has more to do beside them than loads take, but for few groups.
+    fewest = 4 if groups < _FEW_GROUPS else 1
+    lanes = next((lanes for lanes in (1, 2, 4, 8) if lanes >= fewest and splits <= 4 * lanes), 16)
+    choices = {"dtype": dtype, "out_dtype": out_dtype, "lanes": lanes, "activation": activation}
+    kernel = REDUCE.kernel(device, **choices, fragments=fragments)
     return {"reduce": kernel, "grid": (-(-groups * lanes // REDUCE_THREADS), 1, 1)}
 
 

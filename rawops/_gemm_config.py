@@ -185,14 +185,18 @@ REDUCE_THREADS = 128
 REDUCE = KernelSpec(
     source="gemm_reduce.cu",
     entry="rawops::gemm_reduce",
-    template=("dtype", "out_dtype", "lanes", "activation"),
+    template=("dtype", "out_dtype", "lanes", "activation", "fragments"),
     choices={
         "dtype": DTYPES,
         "out_dtype": DTYPES,
-        "lanes": (4, 8, 16),  # threads that share the slices of a group of columns
+        "lanes": (1, 2, 4, 8, 16),  # threads that share the slices of a group of columns
         "activation": LAYOUT_CHOICES["activation"],
+        "fragments": (False, True),  # the layout that slices on Hopper come in
     },
-    smoke=[{"dtype": "float16", "out_dtype": "float16", "lanes": lanes, "activation": 0} for lanes in (4, 8, 16)],
+    smoke=[
+        {"dtype": "float16", "out_dtype": "float16", "lanes": lanes, "activation": 0, "fragments": lanes in (1, 8)}
+        for lanes in (1, 2, 4, 8, 16)
+    ],
     params=PARAMS,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from rawops._gemm_sm90_specs import DIRECT
+from rawops._gemm_sm90_specs import DIRECT, PARTIAL
 from rawops._runtime import dtypes
 from rawops._runtime.tensormap import TensorMap
 
@@ -81,7 +81,7 @@ def tensor_maps(device, operands: dict, problem, config, sizes: tuple, extents: 
         map_of(*first, problem.a_k_major, a_rows, block_k, extents, fetched),
         map_of(*second, problem.b_k_major, b_rows, block_k, extents, fetched),
     ]
-    if problem.finish != DIRECT:
+    if problem.finish not in (DIRECT, PARTIAL):
         cols = box_cols(config.share(problem), widest=config.pass_cols(problem))
         describe.append(map_of(out, (M, out.row), (problem.N, out.col), True, config.rows, cols, extents))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rawops._gemm_maps import SPAN, bytes_fetched, k_major, movable, tensor_maps
 from rawops._gemm_sm90_config import Config, Problem, TF32Problem, in_halves, select_config, wants_split
@@ -94,9 +94,12 @@ def plan(
     low_rank: LowRank | None = None,
     *,
     config: Config | None = None,
+    finish: int | None = None,
 ) -> Plan:
-    """Prepare a product that `supports` accepts, or one of another `config`; the same arguments."""
+    """Prepare a product that `supports` accepts, or one of another `config` and way out; the same arguments."""
     problem = describe_problem(operands, M, N, K, extents, activation, low_rank)
+    if finish is not None:
+        problem = replace(problem, finish=finish)
     if config is None:
         limits = device.sm_count, device.max_shared_bytes
         config = in_halves(problem, select_config(problem, *limits), *limits)

@@ -8,20 +8,23 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rawops._gemm_maps import SPAN
-from rawops._gemm_sm90_specs import BIASED, CLUSTERS, DIRECT, MAX_STAGES, NARROW_ROWS, PLAIN, RANKS, STAGED
+from rawops._gemm_sm90_specs import BIASED, CLUSTERS, DIRECT, MAX_STAGES, NARROW_ROWS, PARTIAL, PLAIN, RANKS, STAGED
 
 BLOCK_K = 64
 BOX_COLS = 64  # of a row-major b
 
 _SLAB_BYTES = 4 * 16 * 32 * 4  # of a consumer's warps, for every finish but the plain one
 _MIN_STAGES = 3
+# Nobody uses it, but an SM that sets it aside as shared memory has room for blocks of the launch that adds up slices:
+# it has what the block beside them wants, rounded up, and 64 x 64 x 8 stages would leave them too little (1 us).
+_ROOM_BYTES = 8192
 _RASTER_ROWS = 8, 16  # of up to 4096 rows, of more
 
 # Costs in units of one column of one K block: what the tensor cores take for 128 rows of it, 4 cycles. Fitted to tiles
 # 128 to 256 wide of six large products on an H200, which they tell to one per cent: a K block costs 4 columns more than
 # it has. A tile costs its epilogue and the start of its main loop.
 _COST_OF_A = 4
-_COST_OF_TILE = {PLAIN: 350, BIASED: 1150, STAGED: 3000, DIRECT: 900}
+_COST_OF_TILE = {PLAIN: 350, BIASED: 1150, STAGED: 3000, DIRECT: 900, PARTIAL: 900}
 _RING_BYTES = 248  # that an SM takes in for a tile of 128 rows
 _SECTOR = 32
 _STRADDLING_BYTES = 15000, 23000  # all SMs, where rows begin inside sectors, inside lines of 128 bytes
@@ -172,10 +175,12 @@ class Config:
     def other_bytes(self, problem: Problem) -> int:
         """Shared memory beside the ring: lora_b, staging tiles and slabs of the consumers, further barriers."""
         share = self.share(problem)
-        staging = 0 if problem.finish == DIRECT else self.rows * self.pass_cols(problem) * 2
-        slabs = 0 if problem.finish == PLAIN else 4 * share * problem.parts if problem.finish == BIASED else _SLAB_BYTES
+        staging = 0 if problem.finish in (DIRECT, PARTIAL) else self.rows * self.pass_cols(problem) * 2
+        bias = 4 * share * problem.parts
+        slabs = {PLAIN: 0, PARTIAL: 0, BIASED: bias}.get(problem.finish, _SLAB_BYTES)
         lora_b = problem.rank * share * problem.parts * 2 if self.cluster > 1 else 0  # which goes through the ring else
-        return lora_b + self.consumers * (staging + slabs) + 32
+        room = _ROOM_BYTES if problem.finish == PARTIAL and self.consumers == 1 else 0
+        return lora_b + self.consumers * (staging + slabs) + room + 32
 
     def tiles(self, problem: Problem) -> int:
         return problem.row_tiles(self.block_m) * -(-problem.N * problem.parts // self.block_n)

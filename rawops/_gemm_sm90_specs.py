@@ -5,7 +5,7 @@ from __future__ import annotations
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 RANKS = (16, 32, 64)  # ranks that a low-rank part is padded to
-PLAIN, STAGED, BIASED, DIRECT = range(4)  # Finish in hopper_tile.cuh
+PLAIN, STAGED, BIASED, DIRECT, PARTIAL = range(5)  # Finish in hopper_tile.cuh
 BY_RANK, BY_K, EIGHTS = range(3)  # LoraA in hopper_tile.cuh
 MAX_STAGES = 8
 NARROW_ROWS = 256  # of a tile of the product that makes x @ a
@@ -22,7 +22,7 @@ OPERAND_CHOICES = {
     "a_k_major": (True, False),
     "b_k_major": (True, False),
     "activation": tuple(range(6)),
-    "finish": (PLAIN, STAGED, BIASED, DIRECT),
+    "finish": (PLAIN, STAGED, BIASED, DIRECT, PARTIAL),
 }
 _LOW_RANK_CHOICES = {
     "rank": RANKS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -9,27 +10,32 @@ from rawops import _gemm_sm90
 from rawops._gemm_maps import SPAN
 from rawops._gemm_operands import Operand, pack_shape
 from rawops._gemm_sm90_config import BLOCK_K, Config, Problem, configure, select_config, tiles_at_a_time
-from rawops._gemm_sm90_specs import DIRECT
+from rawops._gemm_sm90_specs import DIRECT, PARTIAL
 
 _TILES = (64, 64), (64, 128), (128, 64), (128, 128)
 _MIN_BLOCKS = 2  # of K in a slice
+_AHEAD = 4  # blocks of K that the L2 is asked for early, where blocks come early: to SMs that are idle
 
-# In the units of _gemm_sm90_config.py. Fitted to 562 timings of 65 products with few tiles, in slices and not, on an
-# H200, which they tell to 5 per cent near the fastest. Their choice takes 0.4 per cent longer than that one, 7 at most.
-_START = 620  # of a launch, until the first stage is there
-_LATENCY = 352  # of a stage under way
-_L2_BYTES, _MEMORY_BYTES = 48000, 10500  # that all SMs take in
-_SECOND_START, _CROWDED = 490, 80  # of the second launch, and more where the first takes more than half of the SMs
-_SUMS_BYTES, _TILE_BYTES = 7200, 240  # of partial sums: that all SMs write and read again, that one writes
+# In the units of _gemm_sm90_config.py. Fitted to 380 timings of 33 products with few tiles, in slices and not, on an
+# H200, which they tell to 5 per cent near the fastest. Their choice takes 2.5 per cent longer than that, 11 at most.
+_START = 700  # of a launch, until the first stage is there
+_LATENCY = 300  # of a stage under way
+_L2_BYTES, _MEMORY_BYTES = 32000, 10200  # that all SMs take in
+_SECOND_START, _EARLY = 390, 30  # of the second launch, and what comes early is spared
+_SUMS_BYTES, _TILE_BYTES = 8200, 120  # of partial sums: that all SMs write and read again, that one writes
 _CLUSTER = 350  # of two blocks, and twice as much of eight
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Over how many slices to split K, and the configuration of their products, whose cost is that of all launches."""
+    """Over how many slices to split K, and the configuration of their products, whose cost is that of all launches.
+
+    A block asks the L2 for its first `ahead` blocks of K while it waits for the launch before.
+    """
 
     count: int
     config: Config
+    ahead: int = 0
 
 
 def slices_of(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int) -> Slices | None:
@@ -63,20 +69,25 @@ def cost_without(problem: Problem, sm_count: int, max_shared_bytes: int) -> int:
 def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[Slices]:
     """Return all slices that leave no tile to a second round, the cheapest first.
 
-    They are alike: whole blocks of K.
+    They are alike, whole blocks of K, but for the last one, which may be shorter.
     """
-    if problem.batches > 1 or problem.K % BLOCK_K:
+    if problem.batches > 1 or (problem.parts == 2 and problem.N % 8):  # sums lie by eight columns
         return []
     columns, found = problem.N * problem.parts, []
-    for block_m, block_n in _TILES:
-        if (block_m > 64 and problem.M <= 64) or (block_n > 64 and columns <= 64):
+    for (block_m, block_n), pairs in itertools.product(_TILES, (False, True)):
+        tiles_m, tiles_n = -(-problem.M // block_m), -(-columns // block_n)
+        most = min(problem.k_blocks // _MIN_BLOCKS, sm_count // (tiles_m * tiles_n))
+        if pairs and (block_n < 128 or tiles_m % 2):
             continue
-        tiles = -(-problem.M // block_m) * -(-columns // block_n)
-        for count in range(2, min(problem.k_blocks // _MIN_BLOCKS, sm_count // tiles) + 1):
-            if problem.k_blocks % count == 0:
-                config = configure(partial(problem, count), sm_count, max_shared_bytes, block_m, block_n)
+        wasted = max(block_m, block_n) > 64 >= problem.M or block_n > 64 >= columns  # of few rows, more SMs share b
+        if most < 2 or wasted:
+            continue
+        config = configure(partial(problem, most), sm_count, max_shared_bytes, block_m, block_n, pairs=pairs)
+        for count in range(2, most + 1):
+            if step_of(problem.K, count) * (count - 1) < problem.K:  # the last slice has something
+                config = replace(config, blocks=tiles_m * tiles_n * count)
                 cost = predict(problem, config, count, sm_count)
-                found.append(Slices(count, replace(config, cost=cost)))
+                found.append(Slices(count, replace(config, cost=cost), _AHEAD * (2 * config.blocks <= sm_count)))
     return sorted(found, key=lambda s: (s.config.cost, s.count))
 
 
@@ -84,7 +95,8 @@ def predict(problem: Problem, config: Config, count: int, sm_count: int) -> int:
     """Predict the time of a product with few tiles, in `count` slices of K or, 1, as it is.
 
     Multiplying, what the L2 gives and what the memory gives are under way together, none of them evenly: the main loop
-    takes the root of the sum of their squares. An operand that several tiles read comes a fifth slower.
+    takes the root of the sum of their squares. An operand that several tiles read comes a seventh slower, but not a b
+    that two blocks share, of which the L2 gives three fifths as much.
     """
     columns, cluster = problem.N * problem.parts, config.cluster
     tiles_m, tiles_n = -(-problem.M // config.block_m), -(-columns // config.block_n)
@@ -92,11 +104,12 @@ def predict(problem: Problem, config: Config, count: int, sm_count: int) -> int:
     rounds = -(-blocks // (tiles_at_a_time(cluster, sm_count) * cluster))
     k_blocks = -(-problem.k_blocks // (count * cluster))
     rows = min(config.block_m, -(-problem.M // 8) * 8) if problem.a_k_major else config.block_m
-    k_block = max((config.block_n + 4) * config.block_m * 17 // 2048, _LATENCY // config.stages)
+    k_block = max((config.block_n + 4) * config.block_m // 160, _LATENCY // config.stages)
     multiplying = rounds * k_blocks * k_block
-    from_l2 = blocks * k_blocks * (rows + config.block_n) * SPAN // _L2_BYTES
-    from_memory = problem.M * (6 if tiles_n > 1 else 5) + columns * (6 if tiles_m > 1 else 5)
-    from_memory = from_memory * problem.K * problem.itemsize // (5 * _MEMORY_BYTES)
+    taken_in = rows + (config.block_n * 3 // 5 if config.pairs else config.block_n)
+    from_l2 = blocks * k_blocks * taken_in * SPAN // _L2_BYTES
+    from_memory = problem.M * (8 if tiles_n > 1 else 7) + columns * (8 if tiles_m > 1 + config.pairs else 7)
+    from_memory = from_memory * problem.K * problem.itemsize // (7 * _MEMORY_BYTES)
     main_loop = math.isqrt(multiplying**2 + from_l2**2 + from_memory**2)
     cost = _START + main_loop
     if cluster > 1:
@@ -104,7 +117,7 @@ def predict(problem: Problem, config: Config, count: int, sm_count: int) -> int:
     if cluster > 2:  # many parts are on their way from other SMs at a time
         cost += rounds * _CLUSTER + main_loop // 4
     if count > 1:
-        cost += _SECOND_START + (_CROWDED if 2 * blocks > sm_count else 0)
+        cost += _SECOND_START - (_EARLY if 2 * blocks <= sm_count else 0)
         cost += config.block_m * config.block_n * 4 // _TILE_BYTES
         cost += count * problem.M * columns * 4 // _SUMS_BYTES
     return cost
@@ -113,10 +126,15 @@ def predict(problem: Problem, config: Config, count: int, sm_count: int) -> int:
 def partial(problem: Problem, count: int) -> Problem:
     """Return the products of the slices; swiglu waits for the sum."""
     columns = problem.N * problem.parts
-    return replace(problem, N=columns, K=problem.K // count, batches=count, finish=DIRECT, parts=1)
+    return replace(problem, N=columns, K=step_of(problem.K, count), batches=count, finish=PARTIAL, parts=1)
 
 
-def describe(described: dict, count: int, M: int, N: int, K: int) -> tuple[dict, tuple, tuple[int, int, int], bytes]:
+def step_of(K: int, count: int) -> int:
+    """Return how much of K a slice has, whole blocks; the last one may have less."""
+    return -(-K // (BLOCK_K * count)) * BLOCK_K
+
+
+def describe(described: dict, slices: Slices, M: int, N: int, K: int) -> tuple[dict, tuple, tuple, bytes]:
     """Describe the products of the slices.
 
     Returns
@@ -126,17 +144,17 @@ def describe(described: dict, count: int, M: int, N: int, K: int) -> tuple[dict,
     tuple of 3 int
         The batch axes.
     tuple of 3 int
-        The workspace: slices, rows, row stride.
+        The workspace: slices, rows, row stride; in each slice, 16 rows x 8 columns after each other.
     bytes
         GemmShape.
     """
     a, b = described["a"], described["b"]
-    step, row_stride = K // count, -(-N // 4) * 4
+    count, step, rows, row_stride = slices.count, step_of(K, slices.count), -(-M // 16) * 16, -(-N // 8) * 8
     operands = {
-        "a": replace(a, batch=[step * a.col, 0, 0]),
-        "b": replace(b, batch=[step * b.row, 0, 0]),
-        "out": Operand("float32", 4, 0, row_stride, 1, [M * row_stride, 0, 0]),
+        "a": replace(a, batch=[0, 0, 0]),
+        "b": replace(b, batch=[0, 0, 0]),
+        "out": Operand("float32", 4, 0, row_stride, 16, [rows * row_stride, 0, 0]),
     }
     extents = (count, 1, 1)
-    shape = pack_shape(operands, (M, N, step, N), extents, step, 0, M * row_stride)
-    return operands, extents, (count, M, row_stride), shape
+    shape = pack_shape(operands, (M, N, step, N), extents, slices.ahead * BLOCK_K, 0, rows * row_stride)
+    return operands, extents, (count, rows, row_stride), shape

@@ -14,7 +14,7 @@ struct GemmShape {
     Strides a, b;  // a: row is M, col is K; b: row is K, col is N
     EpilogueShape epilogue;
     int64_t partial_stride;  // elements between the partial results of two slices of K; 0: D is written at once
-    int M, N, K, k_per_split;
+    int M, N, K, k_per_split;  // of slices on Hopper (kPartial), the last is what a block asks the L2 for ahead
     int batches, batch_extent[3];
 
     __device__ void batch_index(int batch, int (&index)[3]) const {

@@ -80,6 +80,23 @@ template <class Tile> __device__ inline int missing_rows(int M) {
     return Tile::kAKMajor && M < Tile::BLOCK_M ? Tile::BLOCK_M - ceil_div(M, 8) * 8 : 0;
 }
 
+// Asks the L2 for the first blocks of K of a tile, while the launch before is still at work. What several tiles read,
+// the first of them asks for.
+template <class Tile>
+__device__ inline void ask_ahead(const GemmMaps& maps, const Work& work, const TensorCoordinates& a,
+                                 const TensorCoordinates& b, int first_k, int blocks) {
+    constexpr int COLS = Tile::BLOCK_N / Tile::SHARERS;  // of a pair, each block asks for half
+    const int n = work.n + (Tile::kPairs ? cluster_rank() * COLS : 0);
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+        const int k = first_k + block * Tile::BLOCK_K;
+        if (work.n == 0) load_operand<Tile::kAKMajor, Tile::BLOCK_M, 1, 64, 128, kLater>(0, maps.a, a, work.m, k, 0);
+        if (work.m < Tile::BLOCK_M * Tile::SHARERS) {
+            load_operand<Tile::kBKMajor, COLS, 1, 64, 128, kLater>(0, maps.b, b, n, k, 0);
+        }
+    }
+}
+
 // The producer: one thread that keeps the ring full.
 template <class Tile>
 __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCallOf<Tile>* low_rank,
@@ -95,8 +112,12 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
         const TensorCoordinates a = work.matrix_of(Tile::kTransposed ? shape.b : shape.a);
         const TensorCoordinates b = work.matrix_of(Tile::kTransposed ? shape.a : shape.b);
         const int up = shape.epilogue.cols, boxes = Tile::kSpreads ? work.boxes : 1 << 30;
+        auto k_of = [&](int block) {
+            const int first = Tile::kFinish == kPartial ? work.number * schedule.k_blocks : schedule.first_block;
+            return (first + block) * Tile::BLOCK_K;
+        };
         auto load_b = [&](int block, uint32_t stage, uint32_t full) {
-            const int k = (schedule.first_block + block) * Tile::BLOCK_K;
+            const int k = k_of(block);
             const uint32_t to = stage + Tile::A_BYTES;
             if constexpr (Tile::kPairs) {
                 constexpr int HALF = Tile::BLOCK_N / 2;
@@ -110,7 +131,10 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             }
         };
         if (Tile::kWaits && index == schedule.first) {
-            if constexpr (Tile::kStreams) {
+            if constexpr (Tile::kFinish == kPartial) {
+                const int blocks = min_of(schedule.k_blocks, shape.k_per_split / Tile::BLOCK_K);
+                ask_ahead<Tile>(maps, work, a, b, k_of(0), blocks);
+            } else if constexpr (Tile::kStreams) {
 #pragma unroll 1
                 for (int block = 0; block < min_of(schedule.ahead, schedule.k_blocks); ++block) {
                     const int k = (schedule.first_block + block) * Tile::BLOCK_K;
@@ -136,7 +160,7 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
         for (int block = 0; block < schedule.k_blocks; ++block) {
             const uint32_t stage = exchange.ring + slot.stage * Tile::STAGE_BYTES;
             const uint32_t full = exchange.barriers.full(slot.stage);
-            const int k = (schedule.first_block + block) * Tile::BLOCK_K;
+            const int k = k_of(block);
             if (!LowRank::kSorted || block >= ahead) {
                 barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
                 barrier_arrive_expect(full, bytes);

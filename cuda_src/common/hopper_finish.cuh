@@ -297,11 +297,31 @@ __device__ inline void write_plain(const typename Tile::Finished& acc, const typ
     }
 }
 
+// Writes sums as they lie in registers: 16 rows x 8 columns are 512 bytes, four numbers of one lane after those of the
+// one before. Whole lines take an SM half as long as sectors of eight rows. `epilogue` has columns 16 numbers apart.
+template <class Tile>
+__device__ inline void write_fragments(const typename Tile::Finished& acc, const typename Tile::Epilogue& epilogue,
+                                       const Work& work, const Consumer& self) {
+#pragma unroll
+    for (int i = 0; i < Tile::ATOMS_M; ++i) {
+        const int row = work.m + self.row + i * 64 + self.warp_row();
+        if (!epilogue.has_row(row)) continue;
+        float4* to = reinterpret_cast<float4*>(epilogue.place(row, work.n)) + self.lane();
+#pragma unroll
+        for (int group = 0; group < Tile::SHARE / 8; ++group) {
+            const float* values = &acc[i][group * 4];
+            if (work.n + group * 8 >= epilogue.cols()) continue;
+            to[group * kWarpSize] = {values[0], values[1], values[2], values[3]};
+        }
+    }
+}
+
 // Finishes a tile.
 template <class Tile>
 __device__ inline void finish_work(const typename Tile::Finished& acc, const typename Tile::Factors& factors,
                                    const typename Tile::Epilogue& epilogue, float alpha, const TileBias<Tile>& bias,
                                    const TensorMap& map, const Work& work, const Consumer& self) {
+    if constexpr (Tile::kFinish == kPartial) return write_fragments<Tile>(acc, epilogue, work, self);
     if constexpr (Tile::kFinish == kDirect) {
         constexpr bool kMayBePlain = is_same<typename Tile::Out, float> && is_same<typename Tile::Value, float> &&
                                      is_same<typename Tile::Scaling, NoScaling> && Tile::PARTS == 1;

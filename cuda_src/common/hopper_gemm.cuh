@@ -273,7 +273,7 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         exchange.init();
         prefetch_tensor_map(maps.a);
         prefetch_tensor_map(maps.b);
-        if (Tile::kFinish != kDirect) prefetch_tensor_map(maps.d);
+        if (!Tile::kByThreads) prefetch_tensor_map(maps.d);
     }
     if constexpr (Tile::kPairs) cluster_sync();  // nothing comes from the other block before its barriers are there
     else __syncthreads();

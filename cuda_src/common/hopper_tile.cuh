@@ -12,6 +12,7 @@ enum Finish : int {
     kStaged,  // any epilogue; the same way out
     kBiased,  // alpha, bias, activation; straight from the accumulators like plain
     kDirect,  // any epilogue, written by the threads: for a D that TMA cannot write, and for float32
+    kPartial,  // none: float32 sums of slices of K, the batches of a product, which gemm_reduce.cu adds up
 };
 
 // Rows of a are not sorted by what is added to them; hopper_adapters.cuh has the other case.
@@ -108,6 +109,7 @@ struct HopperTile {
     static constexpr int BLOCK_K = 128 / ITEM_BYTES;
     static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
     static constexpr int kFinish = kFinish_;
+    static constexpr bool kByThreads = kFinish == kDirect || kFinish == kPartial;
     static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_, kPairs = kPairs_;
     static constexpr int SHARERS = kPairs ? 2 : 1;  // of b
     // For the launch before, at the start. Otherwise a low-rank part waits where it reads what was made for it.
@@ -126,7 +128,7 @@ struct HopperTile {
     static constexpr int SHARE = WIDTH / PARTS / CLUSTER;  // columns of D that a consumer finishes
     // More blocks than there are tiles share out the boxes of a row-major b: some have one less than a tile.
     static constexpr bool kSpreads = !kBKMajor && kStreams && CLUSTER == 1 && !kPingPong && PARTS == 1 &&
-                                     kFinish != kDirect && !LowRank::kSorted && !LowRank::kBeside;
+                                     !kByThreads && !LowRank::kSorted && !LowRank::kBeside;
     using Accumulators = Value[ATOMS_M][WIDTH / 2];
     using Finished = Value[ATOMS_M][SHARE * PARTS / 2];
     using Factors = typename Scaling::template Factors<HopperTile>;
@@ -141,12 +143,12 @@ struct HopperTile {
     static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2;
     // Before that, the place holds ranks of adapters.
     static constexpr int RANK_BYTES = SHARE * PARTS * LowRank::COLUMN_BYTES;
-    static constexpr int STAGING_BYTES = max_of(kFinish == kDirect ? 0 : ROWS * PASS_COLS * 2, RANK_BYTES);
+    static constexpr int STAGING_BYTES = max_of(kByThreads ? 0 : ROWS * PASS_COLS * 2, RANK_BYTES);
     // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
     using Slab = SharedTile<typename Epilogue::Value, 16, 32>;
     static constexpr int CHUNK = Slab::COLS / PARTS, CHUNKS = ceil_div(SHARE, CHUNK);
     static constexpr int SLABS_BYTES =  // of a consumer; or the bias of its columns
-        kFinish == kPlain ? 0 : kFinish == kBiased ? SHARE * PARTS * 4 : 4 * Slab::BYTES;
+        kFinish == kPlain || kFinish == kPartial ? 0 : kFinish == kBiased ? SHARE * PARTS * 4 : 4 * Slab::BYTES;
 
     // Shared memory: the ring, staging tiles and slabs of the consumers, the barriers. RANK ranks of lora_b go through
     // the ring, too; in a cluster, where that lends its memory, they have a place of their own.
@@ -163,7 +165,7 @@ struct HopperTile {
     static_assert(kBKMajor || COLS % 64 == 0, "boxes of an MN-major operand are 64 wide");
     static_assert(ATOMS_M * WIDTH <= (Scaling::kPromotes ? 192 : 384),
                   "accumulators fit in the registers of a consumer, and a sum beside them if there is one");
-    static_assert(kFinish == kDirect || sizeof(Out) == 2, "staged elements have 16 bits");
+    static_assert(kByThreads || sizeof(Out) == 2, "staged elements have 16 bits");
     static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
     static_assert(!kTransposed || (kFinish == kDirect && !kPingPong && PARTS == 1), "one way out, whole rows of D");
     static_assert(!kPingPong || (CLUSTER == 1 && LowRank::RANK == 0), "these have one order of tiles for all");
