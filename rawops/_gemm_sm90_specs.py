@@ -70,6 +70,7 @@ SM90 = spec_of(
     ("bfloat16", "float32", 128, 208, 5, True, True, 0, DIRECT, False),
     ("float32", "float32", 128, 256, 4, True, True, 0, DIRECT, False),
     ("float32", "float32", 128, 256, 4, False, True, 0, DIRECT, False),
+    ("bfloat16", "float32", 64, 64, 8, True, True, 0, PARTIAL, False),
     ("bfloat16", "bfloat16", 64, 224, 5, True, True, 0, PLAIN, False),
     ("float16", "float16", 64, 256, 5, True, False, 0, PLAIN, True),
 )
@@ -80,6 +81,8 @@ SM90_PAIRS = spec_of(
     ("bfloat16", "bfloat16", 128, 128, 6, True, True, 0, PLAIN, False),
     ("float16", "float16", 128, 256, 3, False, False, 0, PLAIN, False),
     ("bfloat16", "bfloat16", 128, 192, 5, True, True, 2, BIASED, True),
+    ("bfloat16", "float32", 64, 128, 8, True, True, 0, PARTIAL, False),
+    ("bfloat16", "float32", 128, 128, 7, True, True, 0, PARTIAL, False),
 )
 SM90_CLUSTER = spec_of(
     "gemm_sm90.cu",
