@@ -132,10 +132,11 @@ private:
             }
             float total[2];
             const bool fits = Softmax::weigh(s, scale, shift, total);
-            const bool is_right = uniform(!sync_group_or<kWarpGroupSize>(kFirstId + number, !fits));
+            const bool is_right = __all_sync(~0u, !sync_group_or<kWarpGroupSize>(kFirstId + number, !fits));
             wgmma_wait<0>();
             hold(o);
             release_values();
+            if constexpr (Tile::kBytes) AttentionAtom<T>::narrow(p, s);  // here, half of it is done before the wait
             if (is_right) {
                 softmax.sum[0] += total[0], softmax.sum[1] += total[1];
             } else {
@@ -144,10 +145,11 @@ private:
                 wgmma_wait<0>();
                 hold(s);
                 if (softmax.add(s, scale, correction, 0)) rescale(o, correction);
+                if constexpr (Tile::kBytes) AttentionAtom<T>::narrow(p, s);
                 shift[0] = softmax.shift(0), shift[1] = softmax.shift(1);
             }
             release_keys(ends && i + 1 == count);
-            AttentionAtom<T>::narrow(p, s);
+            if constexpr (!Tile::kBytes) AttentionAtom<T>::narrow(p, s);
         }
     }
 
