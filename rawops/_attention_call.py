@@ -100,6 +100,7 @@ class Launch:
     overlaps: tuple[tuple[int, int, int], ...]
     apart: tuple  # where lse must not lie, see `_runtime.call`
     run: Callable[[list, bytes], None] | None
+    aside: bool = False  # the kernel cannot write to out as it lies
 
     def collides(self, addresses: list) -> bool:
         """Tell whether the result would overwrite what is still to be read."""
@@ -202,7 +203,8 @@ class Attention:
         if out is None:
             out = launch.device.empty(launch.out_shape, launch.out_dtype)
             addresses[_OUT] = launch.device.pointer(out)
-        elif launch.collides(addresses):  # a dense result aside has strides of its own, so a launch of its own
+        elif launch.aside or launch.collides(addresses):
+            # A dense result aside has strides of its own, so a launch of its own.
             aside = launch.device.empty(launch.out_shape, launch.out_dtype)
             made = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), dropout)
             out[...] = aside
@@ -259,7 +261,15 @@ class Attention:
         launch = Launch(device, sizes.out, dtype, sizes.lse, _overlaps(operands), apart, None)
         if sizes.heads * sizes.total_q * (sizes.batches if self.varlen is None else 1) == 0:
             return launch
+        if self._is_aside(named, addresses, sizes):
+            return replace(launch, aside=True)
         return replace(launch, run=self._steps(device, named, addresses, sizes).run)
+
+    def _is_aside(self, named: dict, addresses: list, sizes: Sizes) -> bool:
+        """Tell whether out is one that the float8 kernel cannot write to, but a dense result it can."""
+        if named["out"] is None or named["q"].dtype.name != FLOAT8 or sizes.out[-1] % 16:
+            return False
+        return not _attention_sm90.movable(self._views(named, addresses, sizes)["out"])
 
     def _steps(self, device, named: dict, addresses: list, sizes: Sizes):
         options = self.options
@@ -289,14 +299,12 @@ class Attention:
             return strides_of(self.function, "out", out, sizes.axes)
         return dense(sizes.out, sizes.axes)
 
-    def _on_hopper(
-        self, device, named: dict, addresses: list, sizes: Sizes, problem: Problem, out_dtype: str
-    ) -> OnHopper | None:
-        """Return the launch of the Hopper kernel, where it is the one to run."""
+    def _views(self, named: dict, addresses: list, sizes: Sizes) -> dict[str, _attention_sm90.View]:
+        """Return q, k, v and out as the Hopper kernels see them."""
         strides = {name: strides_of(self.function, name, named[name], sizes.axes) for name in "qkv"}
         strides["out"] = self._out_strides(named, sizes)
         shapes = {"out": sizes.out} | {name: named[name].shape for name in "qkv"}
-        views = {
+        return {
             name: _attention_sm90.View(
                 (1,) * (4 - len(shapes[name])) + tuple(shapes[name]),
                 strides[name],
@@ -305,12 +313,18 @@ class Attention:
             )
             for name, address in zip(ROLES, addresses[: _OUT + 1], strict=False)
         }
+
+    def _on_hopper(
+        self, device, named: dict, addresses: list, sizes: Sizes, problem: Problem, out_dtype: str
+    ) -> OnHopper | None:
+        """Return the launch of the Hopper kernel, where it is the one to run."""
+        views = self._views(named, addresses, sizes)
         if not _attention_sm90.supports(device, problem, views):
             return None
         plan = _attention_sm90.plan(device, problem, views, out_dtype, self.options.num_splits)
         fields = shape_fields(self.function, named, sizes, problem, self.options)
         fields |= {"packed": 1, "row_tiles": plan.row_tiles} | _parts(sizes, plan.config.splits)
-        out_strides = strides["out"] if plan.config.splits == 1 else dense(sizes.out, sizes.axes)
+        out_strides = views["out"].strides if plan.config.splits == 1 else dense(sizes.out, sizes.axes)
         fields |= {f"out_{axis}": s for axis, s in zip(AXES, out_strides, strict=True)}
         shape = config.SHAPE.pack(*(fields.get(name, 0) for name in config.SHAPE.fields))
         scales = scale_strides(named) if problem.dtype == FLOAT8 else ()

@@ -121,7 +121,8 @@ def flash_attention(
 
     q, k and v of float8_e4m3fn give bfloat16, or float16 with an ``out`` of it. Weights are then rounded to float8,
     after they were multiplied by 16, which its range has room for; the tensor cores add products of float8 with
-    about 14 bits. It takes causality and windows, and rows of multiples of 16 bytes, on Hopper.
+    about 14 bits. It takes causality and windows, and q, k and v with rows of multiples of 16 bytes, on Hopper; where
+    those of ``out`` are not, the result is computed aside and copied.
     """
     options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
     operands = (q, k, v, out, None, alibi_slopes, bias, None, None, scale_q, scale_k, scale_v)

@@ -204,6 +204,22 @@ def test_plan(hopper, rng):
         assert_close(out, factor * want, BFLOAT16, k=WEIGHTS, magnitude=8.0)
 
 
+@pytest.mark.parametrize("layout", ["offset", "pitch", "columns"])
+def test_out_off_16_bytes(hopper, rng, layout):
+    """The kernel cannot write there: the result is made aside and copied, and nothing beside it changes."""
+    inputs = operands(rng, B=2, Sq=3, Sk=40, Hq=2, Hkv=2)
+    arrays = [hopper.put(x) for x in inputs]
+    want, want_lse = flash_attention(*arrays, return_lse=True)
+    width = 64 * 2 if layout == "columns" else 72 if layout == "offset" else 65
+    whole = hopper.put(np.full((2, 3, 2, width), 7, BFLOAT16))
+    out = {"offset": whole[..., 1:65], "pitch": whole[..., :64], "columns": whole[..., ::2]}[layout]
+    got, lse = flash_attention(*arrays, out=out, return_lse=True)
+    assert got is out
+    assert (hopper.get(got) == hopper.get(want)).all() and (hopper.get(lse) == hopper.get(want_lse)).all()
+    beside = {"offset": np.s_[..., [0, *range(65, 72)]], "pitch": np.s_[..., 64:], "columns": np.s_[..., 1::2]}[layout]
+    assert (hopper.get(whole)[beside] == 7).all()
+
+
 def test_what_it_refuses(rng):
     q, k, v = operands(rng)
     wide = q.astype(BFLOAT16)
@@ -214,6 +230,8 @@ def test_what_it_refuses(rng):
             flash_attention(q, k, v, bias=np.zeros(1, np.float32))
         with pytest.raises(ValueError, match="16 bytes"):
             flash_attention(q[..., :60], k[..., :60], v)
+        with pytest.raises(ValueError, match="q must have a head_dim and rows"):
+            flash_attention(q, k, v[..., :60], out=np.empty((1, 70, 1, 60), BFLOAT16))
         with pytest.raises(ValueError, match="scale_q must have shape"):
             flash_attention(q, k, v, scale_q=np.ones(3, np.float32))
         with pytest.raises(ValueError, match="scale_k must be None"):
