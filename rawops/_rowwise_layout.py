@@ -16,7 +16,6 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that have
 GROUPS = (0, 1, 2, 4, 8)  # that a thread holds, 0 for a row that is too long to be held
 _USUAL, _MOST = 4, 8  # groups a thread, where a larger team can have the others, and where none can
 _BUSY = 768  # threads that keep an SM busy
-_FEW = 768  # and those that do not, were each row to have a block
 _BLOCKS = 4  # of the largest team, on an SM at a time
 
 ROW_FIELDS = {"rows": "int64", **dict.fromkeys(("extent1", "extent2", "extent3", "cols"), "int32")}
@@ -176,7 +175,7 @@ def team_of(groups: int, rows: int, whole: bool, device) -> dict[str, int]:
         # Many short rows: the fewer threads, the less is done for each besides its groups.
         team = TEAMS[0] if groups <= TEAMS[0] * _MOST and rows * TEAMS[0] >= full else TEAMS[1]
     else:
-        each = 1 if rows * TEAMS[-2] <= device.sm_count * _FEW else _USUAL  # few rows: all wait for what a thread does
+        each = 1 if rows * TEAMS[-2] <= full else _USUAL  # few rows: all wait for what a thread does
         team = next((t for t in TEAMS[:-1] if groups <= t * each), TEAMS[-2])
     if groups > team * _MOST:
         team = TEAMS[-1]
