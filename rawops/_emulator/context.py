@@ -198,14 +198,9 @@ class Context:
         if not isinstance(whole, np.ndarray):
             return lambda lanes: whole
         if ptx_type in PACKED:
-            bits = whole.view(np.uint32)
-            return lambda lanes: _take(bits, lanes).view(whole.dtype)
-
-        def get(lanes: Lanes) -> np.ndarray:
-            index = lanes.index
-            return whole[index] if type(index) is slice else whole.take(index)
-
-        return get
+            get_bits = _reader_of(whole.view(np.uint32))
+            return lambda lanes: get_bits(lanes).view(whole.dtype)
+        return _reader_of(whole)
 
     def _special_reader(self, operand: Special, ptx_type: str) -> Get:
         dtype = DTYPE[ptx_type]
@@ -213,7 +208,8 @@ class Context:
             return lambda lanes: self.whole(operand, ptx_type)
         value = special_register(self, operand.name)
         if isinstance(value, np.ndarray):
-            return lambda lanes: _take(value, lanes).astype(dtype)
+            get = _reader_of(value)
+            return lambda lanes: get(lanes).astype(dtype)
         constant = dtype.type(value)
         return lambda lanes: constant
 
@@ -228,17 +224,14 @@ class Context:
             return lambda lanes, values: None
         bits = self.register(operand)
         if ptx_type in PACKED:
-            return lambda lanes, values: _put(bits, lanes, values.view(np.uint32))
+            put_bits = _writer_of(bits)
+            return lambda lanes, values: put_bits(lanes, values.view(np.uint32))
         size = SIZE[ptx_type]
         if size < bits.itemsize and is_signed(ptx_type):
             bits = bits.view(SINT[bits.itemsize])
         elif size == bits.itemsize:
             bits = bits.view(DTYPE[ptx_type])
-
-        def put(lanes: Lanes, values: Any) -> None:
-            bits[lanes.index] = values
-
-        return put
+        return _writer_of(bits)
 
     @staticmethod
     def _rows_writer(puts: list[Put]) -> Put:
@@ -367,10 +360,16 @@ def _direct(
     return run
 
 
-def _take(values: np.ndarray, lanes: Lanes) -> np.ndarray:
-    index = lanes.index
-    return values[index] if isinstance(index, slice) else values.take(index)
+def _reader_of(values: np.ndarray) -> Get:
+    def get(lanes: Lanes) -> np.ndarray:
+        index = lanes.index
+        return values[index] if type(index) is slice else values.take(index)
+
+    return get
 
 
-def _put(target: np.ndarray, lanes: Lanes, values: Any) -> None:
-    target[lanes.index] = values
+def _writer_of(target: np.ndarray) -> Put:
+    def put(lanes: Lanes, values: Any) -> None:
+        target[lanes.index] = values
+
+    return put
