@@ -182,8 +182,7 @@ def append(function: str, operands: tuple, layout: str, interleaved: bool = Fals
     if plan.launch is None:
         return None
     if config.current().check:
-        _check_values(function, operands[2:6], plan.page_size)
-        _check_angles(function, operands[4], operands[8])
+        _check_values(function, (*operands[2:6], operands[8]), plan.page_size)
     if plan.copies:
         small = (*map(in_order, operands[3:6]), *map(contiguous, operands[6:10]))
         addresses = [*addresses[:3], *map(plan.device.pointer, small), *addresses[10:]]
@@ -191,8 +190,8 @@ def append(function: str, operands: tuple, layout: str, interleaved: bool = Fals
 
 
 def _check_values(function: str, operands: tuple, page_size: int) -> None:
-    """Raise for tokens that the kernel would skip, other than those with a negative position."""
-    pages, block_table, positions, sequence_ids = operands
+    """Raise for tokens without a page or angles, other than those with a negative position, which are skipped."""
+    pages, block_table, positions, sequence_ids, cos = operands
     table, places = arrays.to_host(block_table), arrays.to_host(positions)
     table = table if table.ndim == 2 else table[None]
     rows = range(len(places)) if sequence_ids is None else arrays.to_host(sequence_ids)
@@ -210,13 +209,6 @@ def _check_values(function: str, operands: tuple, page_size: int) -> None:
         if not 0 <= page < pages.shape[0]:
             rule = f"hold page ids {checks.places(pages.shape[0], 'pages')}"
             checks.fail(ValueError, function, f"block_table[{row}]", rule, int(page))
-
-
-def _check_angles(function: str, positions, cos) -> None:
-    """Raise for tokens whose positions the tables of angles do not have."""
-    if cos is None:
-        return
-    for i, position in enumerate(arrays.to_host(positions)):
-        if position >= len(cos):
+        if cos is not None and position >= len(cos):
             rule = f"be {checks.places(len(cos), 'rows')}, a row of cos"
             checks.fail(ValueError, function, f"positions[{i}]", rule, int(position))
