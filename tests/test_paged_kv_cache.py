@@ -455,6 +455,9 @@ def test_generation_under_one_graph(rng):
                 assert (eager == out).all(), step
 
 
+slow = rawops.Kernel("__global__ void slow(long long n) { for (auto t = clock64(); clock64() - t < n;) {} }", "slow")
+
+
 @pytest.mark.gpu
 def test_host_memory_is_kept_until_it_is_copied(rng):
     """What was saved is dropped while the copies back wait behind a slow launch, and other arrays are uploaded."""
@@ -462,9 +465,6 @@ def test_host_memory_is_kept_until_it_is_copied(rng):
 
     loop = Loop(Device(cupy), rng, num_pages=96)
     s = loop.add(64)
-    slow = rawops.Kernel(
-        "__global__ void slow(long long n) { for (auto t = clock64(); clock64() - t < n;) {} }", "slow"
-    )
     for _ in range(3):
         saved = loop.cache.save(s)
         cupy.cuda.Device().synchronize()
@@ -484,9 +484,6 @@ def test_host_memory_is_kept_until_it_is_copied_when_the_cache_is_gone(rng):
     """A copy to the host waits behind a slow launch, and would land in what is uploaded after it."""
     import cupy
 
-    slow = rawops.Kernel(
-        "__global__ void slow(long long n) { for (auto t = clock64(); clock64() - t < n;) {} }", "slow"
-    )
     slow(1, 32, (1,))
     for _ in range(3):
         loop = Loop(Device(cupy), rng, num_pages=96)
