@@ -268,7 +268,7 @@ class SparseMatrix:
         Parameters
         ----------
         data : array (entries given,)
-            Of the matrix's dtype, or one that NumPy promotes to it. What was given past ``indptr[-1]`` counts as well.
+            Of the matrix's dtype, or one that NumPy promotes to it. Entries past ``indptr[-1]`` count as given, too.
         """
         function = "SparseMatrix.update_values"
         device, (data,) = given.taken(function, data=data)
