@@ -17,7 +17,7 @@ _MIN_BLOCKS = 2  # of K in a slice
 _AHEAD = 4  # blocks of K that the L2 is asked for early, where blocks come early: to SMs that are idle
 
 # In the units of _gemm_sm90_config.py. Fitted to 380 timings of 33 products with few tiles, in slices and not, on an
-# H200, which they tell to 5 per cent near the fastest. Their choice takes 2.5 per cent longer than that, 11 at most.
+# H200, which they tell to 5 per cent near the fastest. Their choice takes 2.3 per cent longer than that, 11 at most.
 _START = 700  # of a launch, until the first stage is there
 _LATENCY = 300  # of a stage under way
 _L2_BYTES, _MEMORY_BYTES = 32000, 10200  # that all SMs take in
