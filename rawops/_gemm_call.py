@@ -45,7 +45,7 @@ from rawops._gemm_steps import ONE, ZERO, Launch, OneKernel, OnHopper, OwnSteps,
 from rawops._runtime import arrays, checks, dtypes
 
 _OUT = ROLES.index("out")
-_FEW_GROUPS = 2**15
+_FEW_GROUPS = 2**15  # of columns to add up: with a thread for each, fewer would not fill the SMs
 _MAX_GRID_Z = 65535
 _MAX_LAUNCHES = 4096  # of one product
 _MAX_BOUND = 256  # calls of a launch, by their addresses
@@ -390,7 +390,7 @@ def reduction(
 
     `groups` are of as many columns as 16 bytes of accumulators hold; `fragments`: as slices on Hopper write them.
     """
-    # Four loads each, all at a time; a thread has more to do beside them than loads take, but for few groups.
+    # Four loads each, all at a time. Sharing slices costs threads more than it spares them, but for few groups.
     fewest = 4 if groups < _FEW_GROUPS else 1
     lanes = next((lanes for lanes in (1, 2, 4, 8) if lanes >= fewest and splits <= 4 * lanes), 16)
     choices = {"dtype": dtype, "out_dtype": out_dtype, "lanes": lanes, "activation": activation}

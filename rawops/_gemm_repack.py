@@ -152,13 +152,12 @@ def _copy(device, x: Operand, sizes: tuple, strides: tuple, k_major: bool, exten
     pitch = -(-cols // unit) * unit
     extents = _distinct(x, extents)
     transposes = row == 1 and col != 1 and rows > 1
-    in_words = x.itemsize == 1 and all(n % 4 == 0 for n in (x.alignment, rows, col, *x.batch))
+    of_bytes = transposes and x.itemsize == 1 and all(n % 4 == 0 for n in (x.alignment, rows, col, *x.batch))
     if transposes:
-        side = _SIDE_OF_BYTES if in_words else _SIDE
+        side = _SIDE_OF_BYTES if of_bytes else _SIDE
         blocks = -(-rows // side) * -(-cols // side)
     else:
         blocks = -(-rows * (pitch // width) // _THREADS)
-    of_bytes = transposes and in_words
     kernel = _BYTES.kernel(device) if of_bytes else _SPECS[transposes].kernel(device, bytes=x.itemsize)
     copy = Copy(
         kernel=kernel,
