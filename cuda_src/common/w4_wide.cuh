@@ -62,8 +62,9 @@ struct WideTile {
     static constexpr int FINISH_AT = kFinish == kByRing ? 0 : STAGES * STAGE_BYTES;
     static constexpr int FINISH_BYTES = kFinish == kByBox ? UNITS * BOX : kFinish == kBySlab ? CHUNK * SLAB_ROW * 4 : 0;
     static constexpr int BARRIERS_AT = STAGES * STAGE_BYTES + FINISH_BYTES;
-    static_assert(TOKENS % 16 == 0 && CONSUMERS * TOKENS <= 320, "sum and part of it fit in the registers");
+    static_assert(TOKENS % 16 == 0 && CONSUMERS * TOKENS <= 256, "sum and part of it fit in the registers");
     static_assert(UNITS % PARTS == 0, "units of gate and of up");
+    static_assert(CONSUMERS != 2 || SLICES == 1, "two consumers have all stages: see await_first()");
     static_assert(kFinish != kByBox || (PARTS == 1 && SLICES == 1), "a consumer alone knows what a box holds");
     static_assert(kFinish != kByRing || SLICES * TOKENS * SLAB_ROW * 4 <= STAGES * STAGE_BYTES,
                   "the ring holds the sums");
