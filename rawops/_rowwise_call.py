@@ -328,15 +328,14 @@ def _sum_launch(device, rows: Rows, cols: int, access: int, dtype: str, out_dtyp
     view = View(held.itemsize, 16, tuple(s // held.itemsize for s in dense.strides[:-1]), 1)
     size = math.prod(dense.shape) * held.itemsize
     offsets = [i * size for i in range(len(rows.outer))]
-    to = Rows(tuple((x, i) for (x, _), i in zip(rows.outer, offsets, strict=True)), rows.extents, (rows.views[0], view))
-    since = Rows(
-        tuple((i, out) for (_, out), i in zip(rows.outer, offsets, strict=True)), rows.extents, (view, rows.views[1])
-    )
+    xs, outs = zip(*rows.outer, strict=True)
+    to_parts = Rows(tuple(zip(xs, offsets, strict=True)), rows.extents, (rows.views[0], view))
+    of_parts = Rows(tuple(zip(offsets, outs, strict=True)), rows.extents, (view, rows.views[1]))
     team = TEAMS[-1]
     kernel = SUM.kernel(device, dtype=dtype, out_dtype=held.name, access=access, team=team, cluster=1)
-    sum_parts = launch_of(kernel, rows.count, team, SUM, to, {"x": 0, "out": 2}, parts, cols=cols, span=span)
+    sum_parts = launch_of(kernel, rows.count, team, SUM, to_parts, {"x": 0, "out": 2}, parts, cols=cols, span=span)
     choices, width = {"dtype": held.name, "out_dtype": out_dtype}, width_of((view,), held.itemsize, parts)
-    add_up = team_launch(device, SUM, since, parts, width, {"x": 2, "out": 1}, choices, span=parts)
+    add_up = team_launch(device, SUM, of_parts, parts, width, {"x": 2, "out": 1}, choices, span=parts)
     floats = size * len(offsets) // 4
 
     def launch(addresses: list) -> None:
