@@ -209,9 +209,10 @@ class _Parser:
             _initialise(variable, match["init"], match["type"])
         if space == "local":
             # A name declared again in another scope or function is another variable.
+            names = self.header_names
             if self.scopes:
+                names = self.scopes[-1].variables
                 self.scopes[-1].names.clear()
-            names = self.scopes[-1].variables if self.scopes else self.header_names
             names[variable.name] = f"{variable.name}#{self._unique()}"
             variable.name = names[variable.name]
         self.variables[variable.name] = variable
