@@ -154,9 +154,9 @@ def row_sum(x, *, out_dtype=None, out=None):
     Added in float32 (float64 of float64), in an order that depends on the shape alone: the same bits each time. A
     float16 sum past 65504 is inf.
 
-    One launch, or two for few long rows, whose parts are summed up first, and such a launch for each index of the axes
-    past four that cannot be merged; nothing waits for them, and with out they can be captured in a CUDA graph after one
-    call.
+    One launch, or two for few long rows, which are cut into parts; with more than four axes that cannot be merged, as
+    many for each index of the outermost ones. Nothing waits for them, and with out they can be captured in a CUDA graph
+    after one call.
     """
     return run(OPS["row_sum"], "row_sum", (x, out), (None if out_dtype is None else name_of(out_dtype),))[1]
 

@@ -41,7 +41,8 @@ class Clocks:
     bounds : ndarray of uint64
         `seen` as the largest stamps of those times.
     on_behalf : uint64
-        What the author of a copy engine's access is above the lane that it is for: a power of two above all lanes.
+        What is added to a lane for the author of an access by a copy engine on its behalf: a power of two above all
+        lanes.
     author_columns : ndarray of intp
         The column of each author.
     """

@@ -121,7 +121,7 @@ def device_of(function: str, **named) -> devices.Device:
 
 
 def current_of(x):
-    """Return a context in which CuPy works on an array or a sparse matrix of its own; for others it changes nothing."""
+    """Return a context in which the device of x, CuPy's array or sparse matrix, is the current one; else a null one."""
     is_cupys = type(x).__module__.partition(".")[0] in ("cupy", "cupyx")
     return devices.cuda(x.data.device.id).current() if is_cupys else contextlib.nullcontext()
 

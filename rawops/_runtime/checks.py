@@ -56,7 +56,7 @@ def int_range(function: str, argument: str, value, low: int, high: int, hint: st
 
 
 def places(count: int, things: str) -> str:
-    """Return in words which numbers count things from 0 on, for a rule; of none there is no last one."""
+    """Return how a rule names the numbers of things: "between 0 and 3", or "among 0 rows" where there are none."""
     return f"between 0 and {count - 1}" if count else f"among 0 {things}"
 
 

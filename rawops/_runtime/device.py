@@ -26,7 +26,7 @@ _FLOAT8 = frozenset(map(dtypes.numpy, ("float8_e4m3fn", "float8_e5m2")))
 
 
 class _Current:
-    """A ``with`` block in which a GPU is the thread's current one, whichever was before and is again behind it."""
+    """A ``with`` block in which a GPU is the thread's current one; after it the one before is current again."""
 
     __slots__ = ("_before", "_device")
 

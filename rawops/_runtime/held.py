@@ -1,16 +1,16 @@
 """Memory that the device still copies from or to is held until it has done so, whoever lets go of it before.
 
-CuPy gives page-locked memory that nobody has to the next upload at once, which writes there before a device that is
-behind has read it, or whose content a copy on its way to the host replaces.
+CuPy gives page-locked memory that nobody holds to the next upload at once. A device that is behind would then read
+what was uploaded last in place of what it was given, or upload what a late copy to the host has left there.
 """
 
 from __future__ import annotations
 
-_on_the_way: dict[int, tuple] = {}  # of dictionaries single calls are safe in finalizers and threads
+_on_the_way: dict[int, tuple] = {}  # single operations on a dict are safe in finalizers and threads
 
 
 def hold(event, memory) -> None:
-    """Hold memory until an event that has been recorded has happened; let go of what earlier ones have let happen."""
+    """Hold memory until a recorded event has happened, and let go of what is held for events that have."""
     entry = event, memory
     _on_the_way[id(entry)] = entry
     for key, (before, _) in list(_on_the_way.items()):

@@ -189,7 +189,8 @@ class KernelSpec:
     min_arch, max_arch : int, optional
         First and last compute capability (80, 90, ...) the kernel exists for.
     needs : callable, optional
-        Takes template values by name; returns the first compute capability of an instance that wants a later one.
+        Takes template values by name; returns the first compute capability that has this instance, where some instances
+        want a later one than `min_arch`.
     params : ParamStruct, optional
         The struct that the kernel takes by value; its size is compared with the compiler's.
     spills : dict, optional
