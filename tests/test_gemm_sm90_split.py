@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
 from hopper_gemm import padded
 
+from rawops import _gemm_call
 from rawops import _gemm_sm90_split as split
 from rawops._gemm_sm90_config import Problem, configure
 from rawops._gemm_sm90_specs import BIASED, DIRECT, PLAIN, STAGED
@@ -17,9 +19,13 @@ FLOAT16 = np.dtype("float16")
 H200 = {"sm_count": 132, "max_shared_bytes": 232448}
 
 
-def ran_in_slices(device) -> bool:
-    kernels = [launch.kernel for launch in device.report[-2:]]
-    return not device.report or ("gemm_sm90" in kernels[0] and "gemm_reduce" in kernels[1])
+def ran_in_slices(device, lanes: int | None = None) -> bool:
+    """Tell whether the last product did; and with as many threads for the slices of a sum, if `lanes` says so."""
+    if not device.report:
+        return True
+    first, second = (launch.kernel for launch in device.report[-2:])
+    found = re.search(r"gemm_reduce<\w+, \w+, (\d+), \d+, true>", second)
+    return "gemm_sm90" in first and found is not None and lanes in (None, int(found[1]))
 
 
 @pytest.mark.parametrize("layouts", [("row", "row"), ("row", "col"), ("col", "col")], ids="-".join)
@@ -34,17 +40,22 @@ def test_exact(hopper, four_slices, rng, M, N, K, layouts):
 
 @pytest.mark.parametrize("layouts", [("row", "row"), ("row", "col"), ("col", "row")], ids="-".join)
 @pytest.mark.parametrize(
-    "sizes, tile, count, pairs, ahead",
+    "sizes, tile, count, pairs, ahead, lanes",
     [
-        ((130, 66, 456), (64, 64), 4, False, 2),  # the last slice ends inside a block of K
-        ((130, 136, 448), (64, 128), 3, True, 9),  # the last slice is shorter
-        ((20, 70, 648), (64, 64), 5, False, 1),
-        ((250, 260, 520), (128, 128), 2, True, 0),  # a thread adds up all slices
-        ((100, 24, 1280), (64, 64), 18, False, 0),  # eight threads a group, the last slices have nothing
+        ((130, 66, 456), (64, 64), 4, False, 2, 4),  # the last slice ends inside a block of K
+        ((130, 136, 448), (64, 128), 3, True, 9, 1),  # the last slice is shorter
+        ((20, 70, 648), (64, 64), 5, False, 1, 2),
+        ((250, 260, 520), (128, 128), 2, True, 0, 1),
+        ((100, 24, 1280), (64, 64), 18, False, 0, 8),  # the last slices have nothing
     ],
 )
-def test_every_slice(hopper, monkeypatch, rng, sizes, tile, count, pairs, ahead, layouts):
-    """Slices of any length, by tiles that share b or do not, with what is asked for ahead."""
+def test_every_slice(hopper, monkeypatch, rng, sizes, tile, count, pairs, ahead, lanes, layouts):
+    """Slices of any length, by tiles that share b or do not, with what is asked for ahead.
+
+    `lanes` threads add up a sum, as few as they are of many sums alone.
+    """
+    if lanes < 4:
+        monkeypatch.setattr(_gemm_call, "_FEW_GROUPS", 0)
 
     def chosen(problem, *limits):
         config = configure(split.partial(problem, count), *limits, *tile, pairs=pairs)
@@ -56,11 +67,12 @@ def test_every_slice(hopper, monkeypatch, rng, sizes, tile, count, pairs, ahead,
     out = hopper.guarded((M, N), FLOAT16)
     gemm(padded(hopper, a, layouts[0]), padded(hopper, b, layouts[1]), out=out)
     np.testing.assert_array_equal(hopper.get(out), (a.astype(int) @ b.astype(int)).astype(FLOAT16))
-    assert ran_in_slices(hopper)
+    assert ran_in_slices(hopper, lanes)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_epilogue_comes_after_the_sum(hopper, four_slices, rng, activation):
+@pytest.mark.parametrize("activation, lanes", [("gelu", 4), ("swiglu", 4), ("swiglu", 1)])
+def test_epilogue_comes_after_the_sum(hopper, four_slices, monkeypatch, rng, activation, lanes):
+    monkeypatch.setattr(_gemm_call, "_FEW_GROUPS", 0 if lanes == 1 else 2**15)
     a, b, c = (rng.standard_normal(shape).astype(FLOAT16) for shape in ((66, 256), (256, 80), (66, 80)))
     bias = rng.standard_normal(80).astype(FLOAT16)
     op = Gemm(66, 80, 256, "float16", alpha=0.25, beta=2.0, activation=activation, out_dtype="float32")
@@ -69,7 +81,7 @@ def test_epilogue_comes_after_the_sum(hopper, four_slices, rng, activation):
         wide = [x.astype(float) for x in (sign * a, b, c)]
         want = references.gemm(*wide, alpha=0.25, beta=2.0, bias=bias.astype(float), activation=activation)
         np.testing.assert_allclose(hopper.get(got), want, rtol=1e-5, atol=1e-4)
-    assert ran_in_slices(hopper)
+    assert ran_in_slices(hopper, lanes)
 
 
 def test_alpha_of_zero_reads_nothing(hopper, four_slices):
