@@ -302,8 +302,9 @@ class FlashAttention:
     """Attention with fixed options, for repeated calls; see `flash_attention`.
 
     It keeps its workspaces, so after a first call a call of the same sizes with ``out=`` (and ``lse=``, if that is
-    wanted) allocates nothing and can be captured in a CUDA graph. Calls of one object share the workspaces: they belong
-    on one stream, or in an order that streams keep.
+    wanted) allocates nothing and can be captured in a CUDA graph; an `out` that overlaps an operand, or that a float8
+    kernel cannot write as it lies, gets its result by way of a new array. Calls of one object share the workspaces:
+    they belong on one stream, or in an order that streams keep.
 
     Parameters
     ----------

@@ -17,6 +17,8 @@ from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
 from rawops.errors import CompileError, UnsupportedError
 
+_COMPILERS = min(os.cpu_count() or 1, 16)  # at a time: each takes some 30 MB
+
 # struct code, size and alignment of the fields that a parameter struct can have
 _FIELDS = {
     "pointer": ("Q", 8, 8),
@@ -357,7 +359,7 @@ def kernels(archs: Iterable[str] = (), every: bool = False) -> list[KernelInfo]:
         _check_arch("kernels", arch, KernelSpec.registry)
     jobs = [(spec, instance) for spec in KernelSpec.registry for instance in spec.instances(every)]
     work = [(i, a) for spec in KernelSpec.registry for a in archs for i in spec.instances(every, _capability(a))]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(_COMPILERS) as pool:
         for _ in pool.map(lambda job: job[0].compile(job[1]), work):
             pass
     return [
@@ -394,7 +396,7 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
     specs = KernelSpec.registry if ops is None else _specs_of(ops)
     _check_arch("precompile", arch, specs)
     jobs = [instance for spec in specs for instance in spec.instances(capability=_capability(arch))]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(_COMPILERS) as pool:
         done = pool.map(lambda instance: instance.compile(arch), jobs)
         if progress:
             from rich.progress import track
