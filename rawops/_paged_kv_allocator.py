@@ -97,7 +97,7 @@ class PageAllocator:
 
     def __getitem__(self, sequence: int) -> Sequence:
         try:
-            found = self.sequences.get(sequence)
+            found = None if isinstance(sequence, bool) else self.sequences.get(sequence)
         except TypeError:  # what cannot be hashed
             found = None
         if found is None:

@@ -404,6 +404,7 @@ MISTAKES = {
     "cu_seqlens_q must rise from 0 to at most 1": (lambda c, x: c.prefill(x, [0], [0, 2]), ValueError),
     "cu_seqlens_q must be an integer": (lambda c, x: c.prefill(x, [0], [0, "1"]), TypeError),
     r"a sequence must be one that was added and not freed, got \[0\]": (lambda c, x: c.fork([0]), ValueError),
+    "a sequence must be .*, got False": (lambda c, x: c.length(False), ValueError),
     "restore: saved must be a SavedSequence, got 3": (lambda c, x: c.restore(3), TypeError),
     "restore: saved must have pages of shape": (lambda c, x: c.restore(_saved_elsewhere()), ValueError),
 }
