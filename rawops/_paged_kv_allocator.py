@@ -5,10 +5,12 @@ Host code alone: nothing here knows of a device. An operation costs O(1) for eac
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 
@@ -41,9 +43,9 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Growth:
-    """What `PageAllocator.extend` did.
+    """What `PageAllocator.extend` does, recorded ahead of each change, so that any moment of it can be undone.
 
     Attributes
     ----------
@@ -52,13 +54,16 @@ class Growth:
     copies : list of (int, int)
         Pages to copy, from and to, before anything is written.
     before : list of tuple
-        What each sequence had, for `undo`: pages, digests, the page that was replaced or -1, and its tokens from
-        `starts` on, None where they stay.
+        Each sequence and what it had: its length, the numbers of its pages, digests and replacements, its last page,
+        and its tokens from its length on, None where they stay.
+    new : int or None
+        The sequence that was started for it.
     """
 
-    starts: list[int]
-    copies: list[tuple[int, int]]
-    before: list[tuple[int, int, int, list[int] | None]]
+    starts: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    before: list[tuple] = field(default_factory=list)
+    new: int | None = None
 
 
 class PageAllocator:
@@ -109,7 +114,7 @@ class PageAllocator:
 
         At least one token is left to be computed, since its query is what the caller is after.
         """
-        with self.lock:
+        with self._consistent():
             new = Sequence(tokens=_ids(tokens))
             if self.prefix_sharing:
                 for digest in self._digests_of(new.tokens[:-1], b""):
@@ -124,7 +129,7 @@ class PageAllocator:
 
     def fork(self, sequence: int) -> int:
         """Start a sequence with the pages of another, shared until one of the two is extended."""
-        with self.lock:
+        with self._consistent():
             old = self[sequence]
             for page in old.pages:
                 self.counts[page] += 1
@@ -133,13 +138,19 @@ class PageAllocator:
 
     def free(self, sequence: int) -> None:
         """End a sequence; pages that no other has are free, or kept."""
-        with self.lock:
+        with self._consistent():
             old = self[sequence]
             del self.sequences[sequence]
             for page in reversed(old.pages):  # the ends of prefixes are given out again before their beginnings
                 self._release(page)
 
-    def extend(self, sequences: Sized[int], counts: Sized[int], tokens: Sized[Sized[int]] | None = None) -> Growth:
+    def extend(
+        self,
+        sequences: Sized[int],
+        counts: Sized[int],
+        tokens: Sized[Sized[int]] | None = None,
+        growth: Growth | None = None,
+    ) -> Growth:
         """Make room for new tokens at the end of several sequences: all of them, or none.
 
         A last page that others have too is replaced by a copy, if it is to be written.
@@ -150,6 +161,8 @@ class PageAllocator:
             Different sequences, and the number of new tokens of each.
         tokens : sequence of sequence of int, optional
             Their ids, for prefix sharing.
+        growth : Growth, optional
+            A new one, for a caller that undoes it should a Ctrl-C come before it has what is returned.
 
         Raises
         ------
@@ -166,53 +179,56 @@ class PageAllocator:
                     "free. Free or save sequences."
                 )
             self._check_lengths(sequences, counts)
-            starts, copies, before = [], [], []
-            for i, (name, count, (pages, copied)) in enumerate(zip(sequences, counts, needs, strict=True)):
-                sequence = self.sequences[name]
-                starts.append(sequence.length)
-                is_told = ids is not None and len(sequence.tokens) >= sequence.length  # else some before are not known
-                tail = sequence.tokens[sequence.length :] if is_told else None
-                replaced = sequence.pages[-1] if copied else -1
-                before.append((len(sequence.pages), len(sequence.digests), replaced, tail))
-                if copied:
-                    copies.append(self._replace_last(sequence))
-                sequence.pages += [self._take() for _ in range(pages)]
-                sequence.length += count
-                if is_told:
-                    sequence.tokens[starts[-1] :] = ids[i]
-                self._remember(sequence)
-            return Growth(starts, copies, before)
+            growth = growth or Growth()
+            try:
+                for i, (name, count, (pages, copied)) in enumerate(zip(sequences, counts, needs, strict=True)):
+                    sequence = self.sequences[name]
+                    start = sequence.length
+                    is_told = ids is not None and len(sequence.tokens) >= start  # else some before are not known
+                    sizes = start, len(sequence.pages), len(sequence.digests), len(sequence.replaced)
+                    tail = sequence.tokens[start:] if is_told else None
+                    growth.before.append((sequence, sizes, sequence.pages[-1:], tail))
+                    growth.starts.append(start)
+                    if copied:
+                        growth.copies.append(self._replace_last(sequence))
+                    sequence.pages += [self._take() for _ in range(pages)]
+                    sequence.length += count
+                    if is_told:
+                        sequence.tokens[start:] = ids[i]
+                    self._remember(sequence)
+            except BaseException:
+                self.undo(growth)
+                raise
+            return growth
 
-    def undo(self, sequences: Sized[int], growth: Growth) -> None:
+    def undo(self, growth: Growth) -> None:
         """Take an `extend` back, whose tokens have not been written. What else was done since must not concern it."""
         with self.lock:
-            for name, start, was in reversed(list(zip(sequences, growth.starts, growth.before, strict=True))):
-                sequence, (pages, digests, replaced, tail) = self.sequences[name], was
+            for sequence, (start, pages, digests, replaced), last, tail in growth.before:
                 for index, digest in enumerate(sequence.digests[digests:], digests):
                     if self._page_of.get(digest) == sequence.pages[index]:
-                        del self._page_of[digest], self._digest_of[sequence.pages[index]]
-                del sequence.digests[digests:]
-                while len(sequence.pages) > pages:
-                    self._release(sequence.pages.pop())
-                if replaced >= 0:
-                    self._release(sequence.pages.pop())
-                    sequence.pages.append(replaced)
-                    sequence.replaced.pop()
-                    self.counts[replaced] += 1
+                        del self._page_of[digest]
+                del sequence.digests[digests:], sequence.replaced[replaced:], sequence.pages[pages:]
+                sequence.pages[-1:] = last
+                sequence.length = start
                 if tail is not None:
                     sequence.tokens[start:] = tail
-                sequence.length = start
+            if growth.new is not None:
+                self.sequences.pop(growth.new, None)
+            if growth.before:
+                self._recount()
 
-    def import_sequence(self, old: Sequence) -> tuple[int, Growth]:
+    def import_sequence(self, old: Sequence, growth: Growth) -> int:
         """Start a sequence of the length of one that was saved, on pages of its own."""
         with self.lock:
-            new = Sequence(tokens=old.tokens[:])
-            name = self._register(new)
+            growth.new = self._next
             try:
-                return name, self.extend([name], [old.length])
-            except (OutOfPagesError, ValueError):
-                del self.sequences[name]
+                name = self._register(Sequence(tokens=old.tokens[:]))
+                self.extend([name], [old.length], growth=growth)
+            except BaseException:
+                self.undo(growth)
                 raise
+            return name
 
     # --- pages ---
 
@@ -273,6 +289,29 @@ class PageAllocator:
                 self._kept[page] = None
             else:
                 self._free.append(page)
+
+    @contextlib.contextmanager
+    def _consistent(self) -> Iterator[None]:
+        """Hold the lock; what is interrupted (by a Ctrl-C) loses no page."""
+        with self.lock:
+            try:
+                yield
+            except BaseException:
+                self._recount()
+                raise
+
+    def _recount(self) -> None:
+        """Make of pages what the sequences and the known prefixes say, whatever was under way."""
+        known = {page: digest for digest, page in self._page_of.items() if self._digest_of.get(page) == digest}
+        self._digest_of, self._page_of = known, {digest: page for page, digest in known.items()}
+        self.counts = [0] * self.num_pages
+        for sequence in self.sequences.values():
+            for page in sequence.pages:
+                self.counts[page] += 1
+        order = dict.fromkeys([*self._free, *self._kept, *range(self.num_pages)])  # the one that they have, if they do
+        idle = [page for page in order if self.counts[page] == 0]
+        self._free = [page for page in idle if page not in known]
+        self._kept = OrderedDict.fromkeys(page for page in idle if page in known)
 
     # --- prefixes ---
 

@@ -347,14 +347,13 @@ class PagedKVCache:
         if (*saved.data.shape[1:], dtypes.name(saved.data.dtype)) != page:
             rule = f"have pages of shape and dtype {page}, as this cache"
             checks.fail(ValueError, function, "saved", rule, (*saved.data.shape[1:], dtypes.name(saved.data.dtype)))
+        growth, data = Growth(), saved.data.view(self._stored.dtype)
         with self._lock:
-            name, growth = self._allocator.import_sequence(saved.state)
-            data = saved.data.view(self._stored.dtype)
             try:
+                name = self._allocator.import_sequence(saved.state, growth)
                 self._host_copies.to_device(self._stored, self._allocator[name].pages, data)
             except BaseException:
-                self._allocator.undo([name], growth)
-                self._allocator.free(name)
+                self._allocator.undo(growth)
                 raise
             return name
 
@@ -390,13 +389,14 @@ class PagedKVCache:
     @contextlib.contextmanager
     def _extended(self, names: tuple, counts: tuple, tokens) -> Iterator[Growth]:
         """Make room for tokens; where what is to write them fails (a compile, a Ctrl-C), take it back."""
-        growth = self._allocator.extend(names, counts, tokens)
+        growth = Growth()
         try:
+            self._allocator.extend(names, counts, tokens, growth)
             for old, new in growth.copies:
                 self._stored[new] = self._stored[old]
             yield growth
         except BaseException:
-            self._allocator.undo(names, growth)
+            self._allocator.undo(growth)
             for batch in (*self._batches.values(), *self._steps.values()):
                 batch.outdate()  # it may have the pages that were taken back
             raise

@@ -1,5 +1,8 @@
 """The allocator of pages: against a model, copy-on-write, threads, prefixes and which of them go."""
 
+import functools
+import itertools
+import sys
 import threading
 from collections import Counter
 
@@ -8,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rawops._paged_kv_allocator import PageAllocator
+from rawops._paged_kv_allocator import Growth, PageAllocator
 from rawops.errors import OutOfPagesError
 
 
@@ -37,7 +40,7 @@ class Model:
         saved, text = self.allocator[name], self.texts[name]
         self.free(name)
         try:
-            new, _ = self.allocator.import_sequence(saved)
+            new = self.allocator.import_sequence(saved, Growth())
         except OutOfPagesError:
             return False
         self.texts[new] = text
@@ -68,7 +71,7 @@ class Model:
             growth = self.allocator.extend(names, [len(t) for t in new_tokens], new_tokens)
         except OutOfPagesError:
             return
-        self.allocator.undo(names, growth)
+        self.allocator.undo(growth)
         assert self.state() == before
         assert what == {n: (s.tokens, s.digests, s.replaced) for n, s in self.allocator.sequences.items()}
         assert self.allocator._page_of.items() <= remembered.items()
@@ -117,6 +120,60 @@ def random_step(model: Model, rng, max_tokens: int) -> None:
         model.undo(chosen, [rng.integers(0, 2, rng.integers(0, max_tokens)).tolist() for _ in chosen])
     elif not model.extend(chosen, [rng.integers(0, 2, rng.integers(0, max_tokens)).tolist() for _ in chosen]):
         model.free(chosen[0])
+
+
+def interrupted(call, line: int) -> bool:
+    """Make a call with a Ctrl-C at one of the lines that it runs in the allocator; False if it has no so many."""
+    lines = itertools.count()
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.endswith("_paged_kv_allocator.py"):
+            return None
+        if event == "line" and next(lines) == line:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+CHANGES = {  # of a model with sequences 0 and 2, which share pages, and what was saved of one that is gone
+    "add": lambda allocator, saved, growth: allocator.add([1, 2, 3, 4, 5]),
+    "fork": lambda allocator, saved, growth: allocator.fork(0),
+    "free": lambda allocator, saved, growth: allocator.free(0),
+    "extend": lambda allocator, saved, growth: allocator.extend([2, 0], [5, 2], [[7] * 5, [8] * 2], growth),
+    "import": lambda allocator, saved, growth: allocator.import_sequence(saved, growth),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_ctrl_c_at_any_line_loses_no_page(what):
+    for line in itertools.count():
+        model, growth = Model(8, 2, prefix_sharing=True), Growth()
+        first, gone = model.add([1, 2, 3, 4, 5]), model.add()
+        model.extend([first, gone], [[1, 2, 3, 4, 5], [9] * 6])
+        model.fork(first)
+        saved = model.allocator[gone]
+        model.free(gone)  # its pages are kept
+        before = model.state()
+        call = functools.partial(CHANGES[what], model.allocator, saved, growth)
+        is_stopped = interrupted(call, line)
+        model.allocator.undo(growth)  # whoever was to have the growth has not
+        model.check(texts=what in ("extend", "import"))
+        if what in ("extend", "import"):
+            assert model.state() == before
+        assert {page: digest for digest, page in model.allocator._page_of.items()} == model.allocator._digest_of
+        if not is_stopped:
+            break
+    assert line > 8
 
 
 @settings(max_examples=60, deadline=None)
