@@ -162,7 +162,7 @@ class PageAllocator:
         tokens : sequence of sequence of int, optional
             Their ids, for prefix sharing.
         growth : Growth, optional
-            A new one, for a caller that undoes it should a Ctrl-C come before it has what is returned.
+            A new one, for a caller that undoes it if this or what it does then fails half way (a Ctrl-C, no memory).
 
         Raises
         ------
@@ -180,25 +180,21 @@ class PageAllocator:
                 )
             self._check_lengths(sequences, counts)
             growth = growth or Growth()
-            try:
-                for i, (name, count, (pages, copied)) in enumerate(zip(sequences, counts, needs, strict=True)):
-                    sequence = self.sequences[name]
-                    start = sequence.length
-                    is_told = ids is not None and len(sequence.tokens) >= start  # else some before are not known
-                    sizes = start, len(sequence.pages), len(sequence.digests), len(sequence.replaced)
-                    tail = sequence.tokens[start:] if is_told else None
-                    growth.before.append((sequence, sizes, sequence.pages[-1:], tail))
-                    growth.starts.append(start)
-                    if copied:
-                        growth.copies.append(self._replace_last(sequence))
-                    sequence.pages += [self._take() for _ in range(pages)]
-                    sequence.length += count
-                    if is_told:
-                        sequence.tokens[start:] = ids[i]
-                    self._remember(sequence)
-            except BaseException:
-                self.undo(growth)
-                raise
+            for i, (name, count, (pages, copied)) in enumerate(zip(sequences, counts, needs, strict=True)):
+                sequence = self.sequences[name]
+                start = sequence.length
+                is_told = ids is not None and len(sequence.tokens) >= start  # else some before are not known
+                sizes = start, len(sequence.pages), len(sequence.digests), len(sequence.replaced)
+                tail = sequence.tokens[start:] if is_told else None
+                growth.before.append((sequence, sizes, sequence.pages[-1:], tail))
+                growth.starts.append(start)
+                if copied:
+                    growth.copies.append(self._replace_last(sequence))
+                sequence.pages += [self._take() for _ in range(pages)]
+                sequence.length += count
+                if is_told:
+                    sequence.tokens[start:] = ids[i]
+                self._remember(sequence)
             return growth
 
     def undo(self, growth: Growth) -> None:
@@ -219,15 +215,11 @@ class PageAllocator:
                 self._recount()
 
     def import_sequence(self, old: Sequence, growth: Growth) -> int:
-        """Start a sequence of the length of one that was saved, on pages of its own."""
+        """Start a sequence of the length of one that was saved, on pages of its own; if it fails, undo `growth`."""
         with self.lock:
             growth.new = self._next
-            try:
-                name = self._register(Sequence(tokens=old.tokens[:]))
-                self.extend([name], [old.length], growth=growth)
-            except BaseException:
-                self.undo(growth)
-                raise
+            name = self._register(Sequence(tokens=old.tokens[:]))
+            self.extend([name], [old.length], growth=growth)
             return name
 
     # --- pages ---

@@ -37,11 +37,12 @@ class Model:
 
     def swap(self, name: int) -> bool:
         """Save, free, restore."""
-        saved, text = self.allocator[name], self.texts[name]
+        saved, text, growth = self.allocator[name], self.texts[name], Growth()
         self.free(name)
         try:
-            new = self.allocator.import_sequence(saved, Growth())
+            new = self.allocator.import_sequence(saved, growth)
         except OutOfPagesError:
+            self.allocator.undo(growth)
             return False
         self.texts[new] = text
         self.write(new, 0)
