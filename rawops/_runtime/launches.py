@@ -82,14 +82,14 @@ class CudaFunction:
             buffer, table = self._new_arguments()
         self._pack_into(buffer, 0, *values)
         (grid_x, grid_y, grid_z), (x, y, z) = grid, block
+        if shared_bytes > self._shared_limit:
+            self._opt_in(shared_bytes)
         device = self.device
         current = device.get_current()
         elsewhere = current != self._ordinal
         if elsewhere:
             device.set_current(self._ordinal)
         try:
-            if shared_bytes > self._shared_limit:
-                self._opt_in(shared_bytes)
             stream = device.get_stream().ptr
             launch = device.launch_early if early and device.capability >= 90 else device.launch_kernel
             launch(self._pointer, grid_x, grid_y, grid_z, x, y, z, shared_bytes, stream, table, 0)
