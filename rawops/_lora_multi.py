@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from rawops._gemm_operands import MAX_SIZE, check_addend, check_bias, check_give
 from rawops._lora_multi_config import DTYPES
 from rawops._lora_multi_product import MultiProduct
 from rawops._lora_product import check_columns, check_input
-from rawops._lora_slices import check_slices, take_factors
+from rawops._lora_slices import check_slices, per_slice, take_factors
 from rawops._lora_stack import Stack, has_non_finite
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.device import on_own_device
@@ -200,8 +199,7 @@ class SlicedLoRA(MultiLoRA):
     def __init__(self, function: str, c, a, b, scaling: float, slices, bias, activation: str | None) -> None:
         self._function = self._load_function = function
         check_given(function, c=c, a=a, b=b)
-        each = a if isinstance(a, Sequence) else [a]  # an array as it is will do for a single slice
-        ranks = [x.shape[1] for x in each if getattr(x, "ndim", 0) == 2]
+        ranks = [x.shape[1] for x in per_slice(a) if getattr(x, "ndim", 0) == 2]
         super().__init__(c, 1, max(ranks, default=0), slices=slices, bias=bias, activation=activation)
         self.load(0, a, b, scaling)
         self._index = self._device.empty((1,), np.dtype("int32"))

@@ -32,6 +32,11 @@ def check_slices(function: str, slices, N: int) -> tuple[tuple[int, int], ...]:
     return found
 
 
+def per_slice(x) -> tuple:
+    """Return the arrays of all slices; one as it is will do for a single slice."""
+    return tuple(x) if isinstance(x, Sequence) else (x,)
+
+
 def take_factors(function: str, c, a, b, slices: tuple, max_rank: int | None = None) -> list[tuple | None]:
     """Return the arrays (a, b) of each slice, checked; None where there is no low-rank part."""
     is_one = len(slices) == 1 and not isinstance(a, Sequence)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 from rawops._gemm_config import DTYPES
 from rawops._gemm_operands import check_bias, check_given
@@ -23,7 +22,7 @@ from rawops._lora_merge import MergeError, merge_into
 from rawops._lora_multi import MultiLoRA as MultiLoRA
 from rawops._lora_multi import SlicedLoRA
 from rawops._lora_product import LowRankProduct, check_columns, check_weights
-from rawops._lora_slices import take_factors
+from rawops._lora_slices import per_slice, take_factors
 from rawops._runtime import arrays, checks
 
 
@@ -152,8 +151,7 @@ class FusedLoRA:
             self.slices = ((0, self.c.shape[1]),)
         else:
             self._sliced = SlicedLoRA(function, c, a, b, self.scaling, slices, bias, activation)
-            self.a, self.b = (tuple(x) if isinstance(x, Sequence) else (x,) for x in (a, b))
-            self.slices = self._sliced.slices
+            self.a, self.b, self.slices = per_slice(a), per_slice(b), self._sliced.slices
         check_columns(function, self.c, activation)
         if self.bias is not None:
             check_bias(function, self.bias, self._product.types.of_addends(self.c.dtype.name), self.c.shape[1])
