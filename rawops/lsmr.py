@@ -103,7 +103,8 @@ class LSMR:
     Notes
     -----
     A `SparseMatrix` may be given other values between solves, by `update_values`: the preconditioner "column" then
-    takes the norms of its columns anew. Those of a dense array are taken once, when the solver is made.
+    takes the norms of its columns anew. Those of a dense array are taken once, when the solver is made: changed in
+    place, the array is solved as it is now, but scaled by its old norms, which may cost iterations.
 
     One solver belongs on one stream at a time. Workspace besides A and b: u of m elements and v, x, h and hbar of n,
     some thousand float64 numbers for sums, and the result.

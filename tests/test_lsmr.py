@@ -425,6 +425,20 @@ def test_column_norms_are_those_of_the_values_now(device, rng, first):
         assert np.isfinite(device.get(got.x)).all()
 
 
+def test_column_norms_of_a_dense_array_stay_those_of_the_start(device, rng):
+    """The array changed in place is solved as it is, with the scaling that the solver was made with."""
+    a, b = rng.standard_normal((40, 6)), rng.standard_normal(40)
+    A = device.put(a)
+    solver = rawops.LSMR(A, preconditioner="column", atol=1e-12, btol=1e-12, maxiter=60)
+    first = solver.solve(device.put(b))
+    np.testing.assert_allclose(device.get(first.x), np.linalg.lstsq(a, b, rcond=None)[0], rtol=1e-9)
+    a = a * 8.0 ** np.arange(-3, 3)
+    A[...] = device.put(a)
+    stale, fresh = (s.solve(device.put(b)) for s in (solver, rawops.LSMR(A, preconditioner="column", atol=1e-12)))
+    np.testing.assert_allclose(device.get(stale.x), np.linalg.lstsq(a, b, rcond=None)[0], rtol=1e-9)
+    assert stale.itn > fresh.itn
+
+
 @pytest.mark.gpu
 def test_a_solve_that_is_cut_short_leaves_later_uploads_alone(device, rng):
     """A chunk is under way, and then the copy of its state, when the solver and its pinned memory are let go."""
