@@ -71,7 +71,9 @@ def _address(function: str, name: str, value, a) -> tuple[int, float, int]:
         return 0, value, 0
     (a,), _ = arrays.take(function, a=a)
     device = arrays.device_of(function, a=a, **{name: value})
-    return device.pointer(value), 1.0, SCALAR_TYPES.index(dtypes.name(value.dtype))
+    address = device.pointer(value)
+    checks.on_elements(function, name, value, address)
+    return address, 1.0, SCALAR_TYPES.index(dtypes.name(value.dtype))
 
 
 def scalar(function: str, name: str, value):

@@ -149,10 +149,7 @@ class GroupedProduct(Product):
     def _describe(request: Request, sizes: Sizes, out_dtype: str) -> dict:
         """Describe all operands but the offsets; b and the bias have the groups for a batch axis."""
         *_, offsets = request.arrays.values()
-        address = request.addresses[-1]
-        if address % offsets.itemsize or offsets.strides[0] % offsets.itemsize:
-            got = f"address {address}, stride {offsets.strides[0]} bytes"
-            request.fail(ValueError, "group_offsets", "lie on whole elements", got, "Copy it first.")
+        checks.on_elements(request.function, "group_offsets", offsets, request.addresses[-1])
         arrays = {role: request.arrays[role] for role in ROLES}
         described = describe(replace(request, arrays=arrays, addresses=request.addresses[:-1]), sizes, out_dtype)
         for x in described.values():

@@ -17,6 +17,7 @@ from rawops._lora_factors import factor_gradients, operand_of
 from rawops._lora_product import NOTHING, LowRankProduct, check_weights, row_of_y
 from rawops._lora_sm90 import NARROW, NarrowProduct
 from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.call import check_apart, keep_apart
 
 _FUNCTION = "lora_linear_backward"
 
@@ -94,8 +95,9 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
     inputs, outs = taken[:5], taken[5:]
     scaling = checks.number(_FUNCTION, "scaling", scaling)
     _check(*inputs, outs)
+    _check_places(device, dict(zip(named, taken, strict=True)))
     results = [
-        device.empty(like.shape, like.dtype) if o is None or _overlaps(device, o, inputs) else o
+        device.empty(like.shape, (like if o is None else o).dtype) if o is None or _overlaps(device, o, inputs) else o
         for o, like in zip(outs, (inputs[1], *inputs[3:]), strict=True)
     ]
     with device.current():
@@ -129,6 +131,17 @@ def _check(dout, x, c, a, b, outs) -> None:
             checks.dtype(_FUNCTION, f"out[{i}]", o, allowed)
             checks.shape(_FUNCTION, f"out[{i}]", o, like.shape)
             checks.output(_FUNCTION, f"out[{i}]", o)
+
+
+def _check_places(device, named: dict) -> None:
+    """Check where the arrays lie: results that share memory would be written one after the other."""
+    operands, names = tuple(named.values()), tuple(named)
+    addresses = [device.pointer(x) for x in operands]
+    for name, x, address in zip(names, operands, addresses, strict=True):
+        if x is not None:
+            checks.on_elements(_FUNCTION, name, x, address)
+    apart = keep_apart(operands, 5, (6, 7)) + keep_apart(operands, 6, (7,))
+    check_apart(_FUNCTION, names, apart, addresses)
 
 
 def _overlaps(device, out, inputs: tuple) -> bool:

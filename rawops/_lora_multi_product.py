@@ -137,8 +137,7 @@ class MultiProduct(Base):
         check_input(self.function, x, c)
         checks.dtype(self.function, "lora_indices", indices, ("int32",))
         checks.shape(self.function, "lora_indices", indices, (x.shape[0],), "One index a row of x.")
-        if addresses[-1] % 4 or indices.strides[0] % 4:
-            checks.fail(ValueError, self.function, "lora_indices", "lie on whole elements", "an array between them")
+        checks.on_elements(self.function, "lora_indices", indices, addresses[-1])
         count = len(ROLES)
         launch = self._sorted.prepare(device, operands[:count], addresses[:count])
         if launch.steps is None:

@@ -95,9 +95,7 @@ def rows_of(function: str, names: tuple[str, ...], arrays: tuple, addresses: lis
         if x is None:
             strides.append(None)
             continue
-        if address % x.dtype.itemsize or any(s % x.dtype.itemsize for s in x.strides):
-            got = f"address {address}, strides {tuple(x.strides)} bytes"
-            checks.fail(ValueError, function, name, "lie on whole elements", got, "Copy it first.")
+        checks.on_elements(function, name, x, address)
         strides.append([s if extent != 1 else 0 for s, extent in zip(x.strides, x.shape, strict=True)])
     axes = _merged(lead, [None if own is None else own[: len(lead)] for own in strides])
     extra, axes = axes[:-LEADING], axes[-LEADING:]

@@ -79,6 +79,7 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
     tables: dict[str, int] = {}
     for name, table in (("cos", cos), ("sin", sin)):
         if table is not None:
+            checks.on_elements(function, name, table, addresses[places[name]])
             step, col = (s // table.dtype.itemsize for s in table.strides)
             tables |= {f"{name}_step": step, f"{name}_col": col, "table_rows": table.shape[0]}
     turns = {f"turns{i}": theta ** (-i / pairs) / math.tau for i in range(pairs)} if cos is None else {}

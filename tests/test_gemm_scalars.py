@@ -87,6 +87,15 @@ def test_a_plan_reads_them_at_every_call(device, rng):
 
 
 @pytest.mark.parametrize("role", ["alpha", "beta"])
+def test_a_scalar_between_elements(device, role):
+    """A kernel that read it there would end the CUDA context."""
+    a = device.put(np.ones((8, 8), np.float32))
+    scalar = device.put(np.zeros(5, np.uint8))[1:].view(np.float32).reshape(())
+    with pytest.raises(ValueError, match=f"gemm: {role} must lie on whole elements, got address"):
+        gemm(a, a, a, **{"alpha": 1.0, "beta": 1.0, role: scalar})
+
+
+@pytest.mark.parametrize("role", ["alpha", "beta"])
 def test_a_scalar_in_the_place_of_the_result(device, rng, role):
     """An entry of out that the first tile writes, and tiles of a later round read: the answer of numbers."""
     M, N = (64, 3000) if device.is_emulated else (2048, 8192)

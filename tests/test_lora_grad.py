@@ -102,6 +102,17 @@ def test_layouts_of_results(device, rng):
     same(device, got, want)
 
 
+def test_a_result_over_an_input_keeps_its_dtype(device, rng):
+    """float32 gradients in the memory of dout are those of memory of their own, bit for bit."""
+    inputs = operands(rng, 40, 24, 40, 8)
+    on_device = put(device, inputs)
+    apart = device.put(np.zeros((40, 8), np.float32))
+    lora_linear_backward(**on_device, scaling=0.1, out=[None, apart, None])
+    over = on_device["dout"].view(np.float32).ravel()[: 40 * 8].reshape(40, 8)
+    lora_linear_backward(**on_device, scaling=0.1, out=[None, over, None])
+    np.testing.assert_array_equal(device.get(over), device.get(apart))
+
+
 def test_batches(device, rng):
     """Batch axes of x and dout are rows of the sums."""
     inputs = operands(rng, 2 * 3 * 5, 24, 40, 4)
@@ -150,7 +161,12 @@ def test_errors(device):
     def zeros(*shape, dtype=np.float16):
         return device.put(np.zeros(shape, dtype))
 
+    def between(*shape):
+        buffer = zeros(2 * int(np.prod(shape)) + 1, dtype="u1")
+        return buffer[1:].view(np.float16).reshape(shape)
+
     repeated = device.xp.lib.stride_tricks.as_strided(zeros(6, 2), (6, 2), (0, 2))
+    dx, shared = zeros(4, 6) + np.float16(7), zeros(16)
     good = {"dout": zeros(4, 8), "x": zeros(4, 6), "c": zeros(6, 8), "a": zeros(6, 2), "b": zeros(2, 8)}
     for error, text, changes in [
         (ValueError, "dout must have shape (4, 8), got (3, 8)", {"dout": zeros(3, 8)}),
@@ -170,10 +186,15 @@ def test_errors(device):
             "out[1] must have entries of its own",
             {"out": (None, repeated, None)},
         ),
+        (ValueError, "x must lie on whole elements", {"x": between(4, 6)}),
+        (ValueError, "out[2] must lie on whole elements", {"out": (dx, None, between(2, 8))}),
+        (ValueError, "out[0] must not overlap out[1]", {"out": (dx, dx.reshape(-1)[:12].reshape(6, 2), None)}),
+        (ValueError, "out[1] must not overlap out[2]", {"out": (dx, shared[:12].reshape(6, 2), shared.reshape(2, 8))}),
     ]:
         with pytest.raises(error) as raised:
             lora_linear_backward(**good | changes)
         assert str(raised.value).startswith(f"lora_linear_backward: {text}")
+        assert (device.get(dx) == 7).all(), "nothing is written before"
 
 
 @pytest.mark.gpu

@@ -79,6 +79,17 @@ def output(function: str, argument: str, x) -> None:
         fail(ValueError, function, argument, "have entries of its own", f"strides {tuple(x.strides)}")
 
 
+def on_elements(function: str, argument: str, x, address: int) -> None:
+    """Raise unless all elements of array `x`, the first of them at `address`, lie on multiples of their size.
+
+    A kernel that reads one that does not ends the program's CUDA context.
+    """
+    steps = (s for s, extent in zip(x.strides, x.shape, strict=True) if extent > 1)
+    if 0 not in x.shape and any(place % x.dtype.itemsize for place in (address, *steps)):
+        got = f"address {address}, strides {tuple(x.strides)} bytes"
+        fail(ValueError, function, argument, "lie on whole elements", got, "Copy it first.")
+
+
 def _nests(x) -> bool:
     """Tell whether each axis steps over all that the smaller steps reach: then no two entries share memory."""
     reach = x.dtype.itemsize
