@@ -17,7 +17,6 @@ import numpy as np
 from rawops import _gemm_choices, _gemm_config, _gemm_gemv, _gemm_repack, _gemm_sm90, _gemm_sm90_split
 from rawops._gemm_config import (
     ACTIVATIONS,
-    DTYPES,
     KERNELS,
     REDUCE,
     REDUCE_THREADS,
@@ -78,8 +77,6 @@ def _address(function: str, name: str, value, a) -> tuple[int, float, int]:
 
 def scalar(function: str, name: str, value):
     """Return a number as a float, and a 0-d array as an array of its device."""
-    if isinstance(value, np.generic) and value.dtype.name in DTYPES:  # bfloat16 is no number to Python
-        return checks.number(function, name, value.astype(np.float64))
     if not (hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")):
         return checks.number(function, name, value)
     (x,), _ = arrays.take(function, **{name: value})

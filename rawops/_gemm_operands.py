@@ -111,8 +111,7 @@ class Sizes:
 def check_options(function: str, options: Options, types: Types) -> None:
     """Check the options by themselves, and with the sizes of a plan."""
     for name, allowed in (("activation", ACTIVATIONS), ("precision", (None, *PRECISIONS))):
-        value = getattr(options, name)
-        checks.choice(function, name, value if isinstance(value, (str, type(None))) else type(value), allowed)
+        checks.choice(function, name, getattr(options, name), allowed)
     if options.split_k is not None:
         split_count(function, options.split_k)
     if options.sizes is not None:

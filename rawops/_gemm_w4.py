@@ -387,6 +387,10 @@ def _check_weights(request: Request, b_dtype: str) -> None:
         if x.ndim != 2:
             request.fail(ValueError, role, "have 2 dimensions", f"shape {tuple(x.shape)}")
     K, N = b.shape[0] * 2, b.shape[1]
+    if a.ndim and a.shape[-1] != K:
+        rule = f"have a row for every two of a's {a.shape[-1]} columns"
+        hint = "Values that have a byte each are packed by rawops.pack_int4."
+        request.fail(ValueError, "b", rule, f"shape {tuple(b.shape)}", hint)
     rows = scale.shape[0]
     if K not in [rows * group for group in GROUPS]:
         rule = f"have a row for each {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]} of K = {K}"
@@ -405,8 +409,8 @@ def pack_int4(q):
     Parameters
     ----------
     q : array (K, N) of int
-        NumPy or CuPy, K even. -8..7 for "int4", 0..15 for "uint4" and the codes of "float4_e2m1fn"; of other values
-        the low four bits are taken.
+        NumPy or CuPy, K even; int4 and uint4 of ml_dtypes too. -8..7 for "int4", 0..15 for "uint4" and the codes of
+        "float4_e2m1fn"; of other values the low four bits are taken.
 
     Returns
     -------
@@ -418,6 +422,8 @@ def pack_int4(q):
         checks.fail(TypeError, "pack_int4", "q", "be a NumPy or CuPy array", type(q).__name__)
     if q.ndim != 2 or q.shape[0] % 2:
         checks.fail(ValueError, "pack_int4", "q", "have shape (K, N) with K even", tuple(q.shape))
+    if q.dtype.name in ("int4", "uint4"):
+        q = q.astype(np.int8)
     if q.dtype.kind not in "iu":
         checks.fail(TypeError, "pack_int4", "q", "have an integer dtype", q.dtype)
     with arrays.current_of(q):

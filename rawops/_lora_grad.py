@@ -69,7 +69,7 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
         With 0, dA and dB are zero and `a` and `b` are not read.
     out : sequence of 3 arrays, optional
         Where dX, dA and dB go, None for what is to be allocated. dX has the inputs' dtype or float32, as have dA and
-        dB.
+        dB. They may lie over inputs, not over each other.
 
     Returns
     -------

@@ -108,6 +108,10 @@ def _check_pairs(function: str, rotary_dim: int | None, head_dim: int, cos, sin)
         rotary_dim = head_dim if cos is None else 2 * (cos.shape[-1] if cos.ndim else 0)
         if cos is None and head_dim % 2:
             checks.fail(ValueError, function, "q", "have an even head_dim without rotary_dim", head_dim)
+        if cos is not None and rotary_dim > head_dim:
+            hint = "Of tables whose second half repeats the first, give the first."
+            rule = f"have a column for each pair, at most {head_dim // 2}"
+            checks.fail(ValueError, function, "cos", rule, f"shape {tuple(cos.shape)}", hint)
     most = min(head_dim, 2 * MAX_PAIRS)
     checks.int_range(function, "rotary_dim", rotary_dim, 0, most)
     if rotary_dim % 2:

@@ -381,6 +381,7 @@ def test_errors(device):
         (ValueError, "gemm: activation must be None, 'relu'", lambda: gemm(a, b, activation=["relu"])),
         (ValueError, "gemm: activation must be None, 'relu'", lambda: gemm(a, b, activation=np.zeros(3))),
         (ValueError, "gemm: precision must be None, 'tf32' or 'fast'", lambda: gemm(a, b, precision={})),
+        (ValueError, "gemm: precision must be None, 'tf32' or 'fast', got 32", lambda: gemm(a, b, precision=32)),
         (TypeError, "gemm: out_dtype must be float16 or float32", lambda: gemm(a, b, out_dtype=[1])),
         (TypeError, "gemm: out_dtype must be float16 or float32", lambda: gemm(a, b, out_dtype="junk")),
         (TypeError, "gemm: split_k must be an integer", lambda: gemm(a, b, split_k=[2])),

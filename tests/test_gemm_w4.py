@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 from packed_weights import DTYPES, VALUES, Weights, integers, same
@@ -195,7 +196,16 @@ MISTAKES = {
     "group": ({"scale_b": (3, 8)}, ValueError, r"scale_b must have a row for each 32, 64 or 128 of K = 128, got shape"),
     "columns": ({"scale_b": (2, 7)}, ValueError, r"gemm: scale_b must have shape \(2, 8\), got \(2, 7\)"),
     "zeros": ({"zero_b": (2, 8)}, ValueError, r"gemm: zero_b must be None for int4 weights, got shape \(2, 8\)"),
-    "K": ({"a": (4, 120)}, ValueError, r"gemm: b must have 120 rows, as a has columns, got shapes \(4, 120\) @ \(128"),
+    "K": (
+        {"a": (4, 120)},
+        ValueError,
+        r"b must have a row for every two of a's 120 columns, got shape \(64, 8\)",
+    ),
+    "unpacked": (
+        {"b": (128, 8)},
+        ValueError,
+        r"two of a's 128 columns, got shape \(128, 8\)\. .* by .*pack_int4",
+    ),
 }
 
 
@@ -226,6 +236,10 @@ def test_pack_int4():
     packed = rawops.pack_int4(np.array([[1, -1], [-8, 7], [0, 15], [9, 2]], np.int8))
     assert packed.dtype == np.uint8
     assert packed.tolist() == [[0x81, 0x7F], [0x90, 0x2F]]
+    for dtype in (ml_dtypes.int4, ml_dtypes.uint4):
+        values = np.array([[1, 5], [3, 7]]).astype(dtype) * dtype(2 if dtype is ml_dtypes.uint4 else -1)
+        want = [[0x62, 0xEA]] if dtype is ml_dtypes.uint4 else [[0xDF, 0x9B]]
+        assert rawops.pack_int4(values).tolist() == want
     with pytest.raises(ValueError, match="K even"):
         rawops.pack_int4(np.zeros((3, 2), np.int8))
     with pytest.raises(TypeError, match="integer dtype"):

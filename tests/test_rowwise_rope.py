@@ -127,6 +127,7 @@ def test_wrong_and_empty(device, check, monkeypatch):
         ({"theta": 0}, ValueError, "theta must be positive"),
         ({"cos": q[:, 0, :4]}, TypeError, "sin must be an array"),
         ({name: q[0, 0, :1].reshape(()) for name in ("cos", "sin")}, ValueError, "cos must have shape"),
+        (dict.fromkeys(tables, q[:, 0, :6]), ValueError, r"cos must have .* pair, at most 4, got shape \(3, 6\)"),
         ({**tables, "sin": between}, ValueError, "sin must lie on whole elements"),
         ({"k_out": q}, ValueError, "k_out must be None"),
         ({**tables, "positions": [0, 1, 2]}, TypeError, "positions must be a GPU array, got list"),

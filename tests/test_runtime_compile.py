@@ -205,6 +205,9 @@ def test_an_unknown_architecture(arch):
 def test_a_missing_file():
     with pytest.raises(FileNotFoundError, match=r"source must be an existing file or CUDA text, got 'nowhere\.cu'"):
         rawops.Kernel("nowhere.cu", "f")
+    for source in (None, b"__global__ void f() {}\n"):
+        with pytest.raises(TypeError, match="Kernel: source must be a path or CUDA text, got "):
+            rawops.Kernel(source, "f")
 
 
 def test_what_is_no_kernel_raises():
@@ -346,8 +349,12 @@ def test_precompile_takes_names_of_sources(registry, compilations):
             rawops.precompile("sm_80", ops, progress=False)
     with pytest.raises(ValueError, match="precompile: arch must be"):
         rawops.precompile("sm_80", ["gemm"], progress=False)
+    with pytest.raises(ValueError, match=r"precompile: ops must start .* got 5"):
+        rawops.precompile("sm_80", 5, progress=False)
+    assert rawops.precompile("sm_80", [], progress=False) == 0
     assert compilations == []
     assert rawops.precompile("sm_80", str(KERNELS / "sax"), progress=False) == 2
+    assert rawops.kernels("sm_80") == rawops.kernels(["sm_80"])
 
 
 # --- reload ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rawops
-from rawops._runtime import arrays, held
+from rawops._runtime import arrays, checks, held
 from rawops._runtime import device as devices
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
@@ -220,6 +220,21 @@ def test_the_fast_path_of_the_ops_leaves_swapped_bytes_to_take(monkeypatch):
     x = np.ones(2, np.float32).view(Array)
     assert arrays.signature((x, None, x)) is not None
     assert arrays.signature((x, None, x.astype(SWAPPED))) is None
+
+
+def test_masked_arrays_raise():
+    """A kernel would read what the mask hides."""
+    masked = np.ma.masked_array(np.ones((4, 4), np.float16), mask=np.eye(4))
+    with rawops.emulate(), pytest.raises(TypeError, match=r"rmsnorm: x must have no mask, .* x\.filled"):
+        rawops.rmsnorm(masked)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.int64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+def test_numbers_are_scalars_of_any_library(kind):
+    assert checks.number("f", "x", kind(3)) == 3
+    for wrong in (np.array(3, kind), np.complex64(3), np.void(b"abcd"), np.bool_(True), ml_dtypes.int4(3)):
+        with pytest.raises(TypeError, match="f: x must be a real number, got"):
+            checks.number("f", "x", wrong)
 
 
 def test_numpy_arrays_outside_the_emulator_say_both_ways_out(monkeypatch):

@@ -152,6 +152,8 @@ def _same(x):
 def _convert(function: str, name: str, x):
     if isinstance(x, np.ndarray):
         if devices.emulated() is not None:
+            if isinstance(x, np.ma.MaskedArray):
+                fail(TypeError, function, name, "have no mask", "a masked array", "Fill it first: x.filled(...).")
             return x
         cupy_or_raise(function)
         fail(

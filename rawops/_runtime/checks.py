@@ -34,7 +34,8 @@ def choice(function: str, argument: str, value, allowed: Sequence, hint: str = "
     """Return `value`, which must be one of `allowed`."""
     # 4.0 and True are equal to 4 and 1, but no sizes.
     is_alien = isinstance(value, (bool, np.bool_)) and not any(isinstance(a, bool) for a in allowed)
-    if is_alien or isinstance(value, (float, complex, np.inexact, np.ndarray)) or value not in allowed:
+    is_alien = is_alien or isinstance(value, (float, complex, np.inexact)) or hasattr(value, "__dlpack__")
+    if is_alien or value not in allowed:
         fail(ValueError, function, argument, f"be {_either([repr(a) for a in allowed])}", repr(value), hint)
     return value
 
@@ -61,8 +62,9 @@ def places(count: int, things: str) -> str:
 
 
 def number(function: str, argument: str, value) -> float:
-    """Return a Python or NumPy real scalar as a float."""
-    if not isinstance(value, numbers.Real) or isinstance(value, np.ndarray):
+    """Return a real scalar of Python, NumPy or ml_dtypes as a float."""
+    is_narrow = isinstance(value, np.generic) and value.dtype.kind == "V" and dtypes.is_dtype(value.dtype.name)
+    if not (isinstance(value, numbers.Real) or is_narrow):
         fail(TypeError, function, argument, "be a real number", f"{value!r} ({type(value).__name__})")
     try:
         return float(value)

@@ -354,7 +354,7 @@ def kernels(archs: Iterable[str] = (), every: bool = False) -> list[KernelInfo]:
     every : bool
         The whole product of choices instead of the instances that matter.
     """
-    archs = tuple(archs)
+    archs = (archs,) if isinstance(archs, str) else tuple(archs)
     for arch in archs:
         _check_arch("kernels", arch, KernelSpec.registry)
     jobs = [(spec, instance) for spec in KernelSpec.registry for instance in spec.instances(every)]
@@ -394,7 +394,7 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
     if arch is None:
         arch = arrays.current_device("precompile").arch
     specs = KernelSpec.registry if ops is None else _specs_of(ops)
-    _check_arch("precompile", arch, specs)
+    _check_arch("precompile", arch, specs or KernelSpec.registry)
     jobs = [instance for spec in specs for instance in spec.instances(capability=_capability(arch))]
     with ThreadPoolExecutor(_COMPILERS) as pool:
         done = pool.map(lambda instance: instance.compile(arch), jobs)
@@ -406,7 +406,7 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
 
 
 def _specs_of(ops: Iterable[str]) -> list[KernelSpec]:
-    prefixes = (ops,) if isinstance(ops, str) else tuple(ops)
+    prefixes = tuple(ops) if isinstance(ops, Iterable) and not isinstance(ops, str) else (ops,)
     sources = sorted({spec.source for spec in KernelSpec.registry})
     for prefix in prefixes:
         if not isinstance(prefix, str) or not any(source.startswith(prefix) for source in sources):

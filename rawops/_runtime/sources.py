@@ -130,6 +130,8 @@ def library_source(name: str) -> Source:
 
 def user_source(path_or_text) -> Source:
     """Return a user's source: a path to a file, or CUDA text (anything with a newline or a brace in it)."""
+    if not isinstance(path_or_text, (str, os.PathLike)):
+        raise TypeError(f"Kernel: source must be a path or CUDA text, got {path_or_text!r}")
     text = str(path_or_text)
     if not isinstance(path_or_text, Path) and ("\n" in text or "{" in text):
         return Source("source.cu", text)
