@@ -17,7 +17,7 @@ from processes import INSTALLED, environment, python
 
 import rawops
 from rawops import config
-from rawops._runtime import cache, compiler
+from rawops._runtime import cache, compiler, sources
 
 TEXT = "template <int N> __global__ void f(int* x) { *x = N; }\n"
 
@@ -280,6 +280,24 @@ def test_an_entry_under_the_key_of_another_is_refused(folder):
     assert not compiled.from_cache
     assert ".target sm_90a" in compiled.ptx
     assert compile(arch="sm_90a").from_cache
+
+
+def test_ptx_alone_is_an_entry_of_its_own(folder):
+    """It is no answer where a cubin is wanted, under whatever name; a whole entry is one where PTX is."""
+    source = sources.user_source(TEXT)
+
+    def compile(to_ptx: bool) -> compiler.Compiled:
+        return compiler.compile_instance(source, "f<7>", (), "sm_80", to_ptx)
+
+    assert [compile(True).from_cache for _ in range(2)] == [False, True]
+    path = only_entry(folder)
+    key = compiler.cache_key(compile(True).digest, "f<7>", (), "sm_80")
+    shutil.copy(path, folder / f"{key}.kernel")
+    assert not compile(False).from_cache and compile(False).cubin[:4] == b"\x7fELF"
+    path.write_bytes(path.read_bytes()[:100])
+    assert compile(True).from_cache and compile(True).cubin == compile(False).cubin
+    (folder / f"{key}.kernel").unlink()
+    assert not compile(True).from_cache and compile(True).from_cache
 
 
 def test_the_version_read_from_file_names_is_that_of_the_loaded_library():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rawops
-from rawops._runtime import compiler, device, kernel
+from rawops._runtime import cache, compiler, device, kernel, sources
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def compilations(monkeypatch):
     """The name expressions that NVRTC was run on."""
     ran, compile = [], compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda *args: ran.append(args[3]) or compile(*args))
+    monkeypatch.setattr(compiler, "_compile", lambda *args: ran.append(args[2]) or compile(*args))
     return ran
 
 
@@ -55,6 +55,35 @@ def test_one_compilation_gives_cubin_ptx_signature_and_resources(arch):
     ]  # fmt: skip
     assert 4 <= compiled.resources.registers <= 64
     assert compiled.resources.spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+def test_ptx_alone_is_the_same_and_the_rest_is_made_when_asked_for(arch, compilations, tmp_path):
+    header = tmp_path / "step.cuh"
+    header.write_text(STEP)
+    (tmp_path / "saxpy.cu").write_text(SAXPY)
+    source = sources.library_source(str(tmp_path / "saxpy.cu"))
+    first = compiler.compile_instance(source, "saxpy<double>", (), arch, to_ptx=True)
+    assert compilations == ["saxpy<double>"]
+    whole = compiler.compile_instance(source, "saxpy<double>", (), arch)
+    assert (first.ptx, first.parameters, first.lowered) == (whole.ptx, whole.parameters, whole.lowered)
+    cache.clear()
+    header.write_text(STEP.replace("a * x + y", "a * x * y"))  # what was compiled is not what is there now
+    assert first.cubin == whole.cubin and first.resources == whole.resources
+    assert compilations == 3 * ["saxpy<double>"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_emulator_compiles_the_library_to_ptx_and_users_kernels_to_the_end(arch, registry):
+    text = "__global__ void f(float* x) { __shared__ float s[60000]; s[*(int*)x] = 1; *x = s[7]; }\n"
+    with rawops.emulate(arch=arch) as emu:
+        function = spec().kernel(emu.device, dtype="float32")
+        assert [path.suffix for path in cache.folder().iterdir()] == [".kernel"]
+        entry, _ = cache.entries()[0]
+        assert function.loaded.compiled.cubin[:4] == b"\x7fELF"
+        assert len(cache.entries()) == 2 and cache.load(entry.stem)[1][0] == b""
+        with pytest.raises(rawops.CompileError, match="too much shared data"):
+            rawops.Kernel(text, "f")(1, 1, (np.zeros(1, np.float32),))
 
 
 def test_a_path_as_a_string_is_a_path():

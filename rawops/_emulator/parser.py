@@ -284,14 +284,14 @@ class _Parser:
                 ins.targets = (function.start,) if function and function.start >= 0 else ()
 
     def _drop_unused_variables(self) -> None:
-        """Forget the module's variables that no code names: NVRTC writes out every static constant."""
+        """Forget the module's variables that no code names: NVRTC writes out every static one, as ptxas does not."""
         used: set[str] = set()
         todo = {name for ins in self.instructions for name in names_of(Sym, ins.operands)}
         while todo:
             used |= todo
             known = [self.variables[name] for name in todo if name in self.variables]
             todo = {sym.name for variable in known for sym in variable.relocations.values()} - used
-        module = ("global", "const")
+        module = ("global", "const", "shared")
         self.variables = {n: v for n, v in self.variables.items() if n in used or v.space not in module}
 
     def _finish(self) -> Program:

@@ -1,4 +1,8 @@
-"""NVRTC: one kernel instance in, cubin, PTX, signature and resource report out, with a disk cache between."""
+"""NVRTC: one kernel instance in, cubin, PTX, signature and resource report out, with a disk cache between.
+
+The emulator needs the PTX alone, which is the same text without ptxas and takes some 60% of the time: an instance may
+be compiled to PTX first, and whoever asks for its cubin or resources has them made then.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import os
 import re
 import threading
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rawops._runtime import cache, sources
@@ -74,18 +79,35 @@ class Resources:
 
 
 @dataclass(frozen=True)
+class Native:
+    """What ptxas makes of an instance."""
+
+    cubin: bytes
+    resources: Resources
+
+
+@dataclass(frozen=True)
 class Compiled:
-    """One instance compiled for one architecture."""
+    """One instance compiled for one architecture; `native` makes the cubin first where it was compiled to PTX."""
 
     expression: str
     arch: str
     digest: str
     lowered: str
     parameters: tuple[Parameter, ...]
-    resources: Resources
-    cubin: bytes
     ptx_zipped: bytes
+    native: Callable[[], Native] = field(repr=False, compare=False)
     from_cache: bool = False
+
+    @property
+    def cubin(self) -> bytes:
+        """Return the machine code, which a GPU loads."""
+        return self.native().cubin
+
+    @property
+    def resources(self) -> Resources:
+        """Return what the machine code takes."""
+        return self.native().resources
 
     @property
     def ptx(self) -> str:
@@ -93,8 +115,10 @@ class Compiled:
         return zlib.decompress(self.ptx_zipped).decode()
 
 
-def compile_instance(source: sources.Source, expression: str, options: tuple[str, ...], arch: str) -> Compiled:
-    """Return one kernel instance, from the disk cache or from NVRTC.
+def compile_instance(
+    source: sources.Source, expression: str, options: tuple[str, ...], arch: str, to_ptx: bool = False
+) -> Compiled:
+    """Return one kernel instance, from the disk cache or from NVRTC; with `to_ptx`, its cubin may be yet to make.
 
     Raises
     ------
@@ -105,23 +129,34 @@ def compile_instance(source: sources.Source, expression: str, options: tuple[str
     """
     if not ARCH_NAME.fullmatch(arch):
         raise UnsupportedError(f"rawops: arch must be a name such as 'sm_80' or 'sm_90a', got {arch!r}")
-    files = source.closure(options)
+    return _of_files(source.closure(options), expression, options, arch, to_ptx)
+
+
+def _of_files(files: dict[str, sources.File], expression: str, options, arch: str, to_ptx: bool) -> Compiled:
     digest = sources.digest(files)
     key = cache_key(digest, expression, options, arch)
+    keys = [key, cache_key(digest, expression, options, _virtual(arch))] if to_ptx else [key]
+    # of the files as they are now, not as they will be when somebody asks
+    later = functools.cache(lambda: _of_files(files, expression, options, arch, False).native())
     with _lock_of(key):
-        kept = _from_cache(key, expression, arch, digest)
-        if kept is not None:
-            return kept
-        compiled = _compile(source, files, digest, expression, options, arch)
+        for entry in map(cache.load, keys):
+            if entry is not None:
+                return _from_entry(*entry, expression, arch, digest, later)
+        compiled = _compile(files, digest, expression, options, arch, later if to_ptx else None)
         meta = {
             "lowered": compiled.lowered,
             "parameters": [[p.kind, p.size, p.align] for p in compiled.parameters],
-            "resources": asdict(compiled.resources),
+            "resources": None if to_ptx else asdict(compiled.resources),
             "expression": expression,
             "arch": arch,
         }
-        cache.store(key, meta, [compiled.cubin, compiled.ptx_zipped])
+        cache.store(keys[-1], meta, [b"" if to_ptx else compiled.cubin, compiled.ptx_zipped])
         return compiled
+
+
+def _virtual(arch: str) -> str:
+    """Return NVRTC's name of an architecture to compile for to PTX alone."""
+    return arch.replace("sm_", "compute_")
 
 
 def cache_key(digest: str, expression: str, options: tuple[str, ...], arch: str) -> str:
@@ -139,21 +174,18 @@ def _lock_of(key: str) -> threading.Lock:
     return _locks.setdefault(key, threading.Lock())
 
 
-def _from_cache(key: str, expression: str, arch: str, digest: str) -> Compiled | None:
-    entry = cache.load(key)
-    if entry is None:
-        return None
-    meta, (cubin, ptx_zipped) = entry
-    resources = meta["resources"]
+def _from_entry(meta: dict, blobs: list[bytes], expression: str, arch: str, digest: str, later) -> Compiled:
+    cubin, ptx_zipped = blobs
+    if cubin:
+        native = Native(cubin, Resources(**{**meta["resources"], "warnings": tuple(meta["resources"]["warnings"])}))
     return Compiled(
         expression,
         arch,
         digest,
         meta["lowered"],
         tuple(Parameter(*p) for p in meta["parameters"]),
-        Resources(**{**resources, "warnings": tuple(resources["warnings"])}),
-        cubin,
         ptx_zipped,
+        (lambda: native) if cubin else later,
         from_cache=True,
     )
 
@@ -218,33 +250,29 @@ def _check(result: tuple):
 # --- one compilation ------------------------------------------------------------------------------------------------
 
 
-def _compile(source, files, digest, expression, options, arch) -> Compiled:
+def _compile(files, digest, expression, options, arch, later: Callable[[], Native] | None) -> Compiled:
+    """Run NVRTC: to PTX alone where the cubin is for `later`."""
     nvrtc = _nvrtc()
-    unit = sources.encode(_UNIT.format(name=source.name, expression=expression, signature=_SIGNATURE))
+    unit = sources.encode(_UNIT.format(name=next(iter(files)), expression=expression, signature=_SIGNATURE))
     names, texts = map(sources.encode, files), [sources.encode(file.text) for file in files.values()]
     program = _check(nvrtc.nvrtcCreateProgram(unit, _UNIT_NAME.encode(), len(texts), texts, list(names)))
     try:
         _check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
-        arguments = [f"-arch={arch}", *_OPTIONS, f"-I{include_folder()}", *options]
+        target = _virtual(arch) if later else arch
+        arguments = [f"-arch={target}", *_OPTIONS, f"-I{include_folder()}", *options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [*map(sources.encode, arguments)])
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
         if int(status) != 0:
             raise _error_of(log, files, f"{expression} for {arch}")
         lowered = _check(nvrtc.nvrtcGetLoweredName(program, expression.encode())).decode()
         ptx = _as_included(_text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0"))
-        cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        if later is None:
+            cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+            native = Native(cubin, parse_resources(log, lowered))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(
-        expression,
-        arch,
-        digest,
-        lowered,
-        _parameters(ptx.decode()),
-        parse_resources(log, lowered),
-        cubin,
-        zlib.compress(ptx, 1),
-    )
+    parameters = _parameters(ptx.decode())
+    return Compiled(expression, arch, digest, lowered, parameters, zlib.compress(ptx, 1), later or (lambda: native))
 
 
 def _text(size_of, fill, program) -> bytes:
@@ -306,5 +334,5 @@ def _error_of(log: str, files: dict[str, sources.File], instance: str) -> Except
     elif match:
         lines.append(match.group(0))
     else:
-        lines += [line for line in log.splitlines() if line.strip()][:3]
+        lines += [line for line in log.splitlines() if line.strip() and not line.startswith("ptxas info")][:3]
     return CompileError("\n".join(lines), log=log, instance=instance)

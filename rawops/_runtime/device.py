@@ -61,7 +61,7 @@ def on_own_device(method):
 class CudaDevice:
     """One GPU, seen through CuPy."""
 
-    is_emulated = False
+    is_emulated = runs_ptx = False
 
     def __init__(self, ordinal: int) -> None:
         import cupy
@@ -154,7 +154,7 @@ _NOTHING = contextlib.nullcontext()
 class EmulatedDevice:
     """The emulator in the place of a GPU: NumPy arrays are its memory."""
 
-    is_emulated = True
+    is_emulated = runs_ptx = True
     array_type = np.ndarray
     ordinal, get_current = 0, int  # it is the current device everywhere
 

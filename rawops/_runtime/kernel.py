@@ -59,37 +59,49 @@ class ParamStruct:
 
 
 class Instance:
-    """One kernel instance: a source, a name expression and options, compiled for any number of architectures."""
+    """One kernel instance: a source, a name expression and options, compiled for any number of architectures.
+
+    The emulator takes the library's instances as PTX; with `always_native` ptxas has its say there too.
+    """
 
     _all: ClassVar[weakref.WeakSet[Instance]] = weakref.WeakSet()
 
     def __init__(
-        self, source: sources.Source, expression: str, options: tuple = (), struct_size: int | None = None
+        self,
+        source: sources.Source,
+        expression: str,
+        options: tuple = (),
+        struct_size: int | None = None,
+        always_native: bool = False,
     ) -> None:
         self.source, self.expression, self.options = source, expression, tuple(options)
-        self.struct_size = struct_size
+        self.struct_size, self.always_native = struct_size, always_native
         self.compiled: dict[str, compiler.Compiled] = {}
         self._functions: weakref.WeakSet[Function] = weakref.WeakSet()  # on all devices
         self._stale: set[str] = set()
         self.lock = threading.RLock()
         Instance._all.add(self)
 
-    def compile(self, arch: str) -> compiler.Compiled:
-        """Return the instance compiled for `arch`, from memory, disk or NVRTC.
+    def compile(self, arch: str, to_ptx: bool = False) -> compiler.Compiled:
+        """Return the instance compiled for `arch`, from memory, disk or NVRTC; with `to_ptx`, as far as that.
 
         When the source was edited, a failure is raised once and the last good result stays in place. An interrupt is no
         failure: the edited source is compiled at the next call.
         """
+        to_ptx = to_ptx and not self.always_native
         if arch not in self.compiled or arch in self._stale:
             with self.lock:
                 if arch not in self.compiled or arch in self._stale:
                     try:
-                        self.compiled[arch] = self._fresh(arch)
+                        self.compiled[arch] = self._fresh(arch, to_ptx)
                     except Exception:
                         self._stale.discard(arch)
                         raise
                     self._stale.discard(arch)
-        return self.compiled[arch]
+        compiled = self.compiled[arch]
+        if not to_ptx:
+            compiled.native()
+        return compiled
 
     def outdate(self, archs: Iterable[str]) -> None:
         """Have the source compiled anew for `archs` before the next launch."""
@@ -98,8 +110,8 @@ class Instance:
             for function in self._functions:
                 function.outdate()
 
-    def _fresh(self, arch: str) -> compiler.Compiled:
-        compiled = compiler.compile_instance(self.source, self.expression, self.options, arch)
+    def _fresh(self, arch: str, to_ptx: bool) -> compiler.Compiled:
+        compiled = compiler.compile_instance(self.source, self.expression, self.options, arch, to_ptx)
         structs = [p.size for p in compiled.parameters if p.kind == "s"]
         if self.struct_size is not None and self.struct_size not in structs:
             raise CompileError(
@@ -133,7 +145,7 @@ class Function:
 
     def __init__(self, instance: Instance, device: devices.Device) -> None:
         self._instance, self.device = weakref.ref(instance), device  # weak: a kernel nobody holds is not reloaded
-        self._use(device.load(instance.compile(device.arch)))
+        self._use(device.load(instance.compile(device.arch, device.runs_ptx)))
 
     def outdate(self) -> None:
         """Take an edited source into use at the next launch."""
@@ -145,7 +157,7 @@ class Function:
         with instance.lock:
             loaded = self.loaded
             try:
-                compiled = instance.compile(self.device.arch)
+                compiled = instance.compile(self.device.arch, self.device.runs_ptx)
                 if compiled is not loaded.compiled:
                     loaded = self.device.load(compiled)
             except Exception:

@@ -39,12 +39,12 @@ class Layout:
         return buffer, pointers
 
 
-def check_shared(device, compiled: compiler.Compiled, shared_bytes: int) -> None:
+def check_shared(device, kernel: str, static_bytes: int, shared_bytes: int) -> None:
     """Raise ValueError where a block would want more shared memory than the device has."""
-    limit = device.max_shared_bytes - compiled.resources.shared_bytes
+    limit = device.max_shared_bytes - static_bytes
     if shared_bytes > limit:
         rule = f"be at most {limit} bytes on {device} ({device.arch})"
-        fail(ValueError, compiled.expression, "shared_mem", rule, shared_bytes, "Use a smaller tile.")
+        fail(ValueError, kernel, "shared_mem", rule, shared_bytes, "Use a smaller tile.")
 
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
@@ -130,7 +130,8 @@ class CudaFunction:
         return arguments
 
     def _opt_in(self, shared_bytes: int) -> None:
-        check_shared(self.device, self.compiled, shared_bytes)
+        compiled = self.compiled
+        check_shared(self.device, compiled.expression, compiled.resources.shared_bytes, shared_bytes)
         with self.device.current(), self._lock, _capture_allowed():
             if shared_bytes > self._shared_limit:
                 self.device.set_attribute(self._pointer, _MAX_DYNAMIC_SHARED, shared_bytes)
@@ -201,7 +202,7 @@ class EmulatedFunction:
 
     def launch(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> None:
         """Run with values in parameter order: ints, floats, and bytes for structs."""
-        check_shared(self.device, self.compiled, shared_bytes)
+        check_shared(self.device, self.compiled.expression, self.program.sizes["shared"], shared_bytes)
         report = self.device.emulator.emulate_launch(
             self.program,
             tuple(grid),

@@ -69,7 +69,7 @@ class PaperDevice:
         In order.
     """
 
-    is_emulated = True
+    is_emulated, runs_ptx = True, False  # it tells what the machine code takes
     array_type = np.ndarray
     ordinal, get_current = 0, int
 
@@ -122,7 +122,7 @@ class PaperFunction:
         self.device, self.compiled = device, compiled
 
     def launch(self, grid, block, values: tuple, shared_bytes: int = 0, early: bool = False) -> None:
-        check_shared(self.device, self.compiled, shared_bytes)
         resources = self.compiled.resources
+        check_shared(self.device, self.compiled.expression, resources.shared_bytes, shared_bytes)
         total = shared_bytes + resources.shared_bytes
         self.device.launches.append(Noted(self.compiled.expression, tuple(grid), tuple(block), total, resources))

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -80,7 +81,7 @@ class Source:
                     raise ValueError(f'Kernel: "{known}" means both {files[known].path} and {found}; rename one')
                 return f'{directive}"{known}"'
 
-            files[name] = File(path, _INCLUDE.sub(rename, text))
+            files[name] = File(path, sys.intern(_INCLUDE.sub(rename, text)))  # many kernels keep the same text
 
         add(self.name, Path(self.path), self.text if self.text is not None else _read(Path(self.path)))
         return files
