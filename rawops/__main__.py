@@ -158,11 +158,7 @@ def _archs(options) -> tuple[str, ...]:
 
 def _resources(options) -> Iterator[tuple]:
     """Yield each kernel instance with an architecture and what it takes there; what the cache lacks is compiled."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("Compiling what the cache lacks"):
-        found = rawops.kernels(_archs(options), options.all)
-    for info in found:
+    for info in rawops.kernels(_archs(options), options.all, progress=True):
         for arch, resources in info.resources.items():
             yield info, arch, resources
 

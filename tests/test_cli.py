@@ -10,7 +10,7 @@ import pytest
 from processes import python
 
 from rawops import __main__ as cli
-from rawops._runtime import cache, compiler
+from rawops._runtime import cache, compiler, progress
 from rawops._runtime.kernel import KernelSpec
 from rawops.testing import has_gpu
 
@@ -63,6 +63,22 @@ def test_kernels(capsys, registry):
     code, out, _ = run(capsys, "kernels", "--arch", "sm_80", "--all")
     assert code == 0 and "2 kernel instances" in out
     assert "hold<16>" in out and "hold<128>" in out
+
+
+@pytest.mark.parametrize("command", ["kernels", "compile"])
+def test_a_long_compilation_says_how_far_it_is(capsys, registry, monkeypatch, command):
+    """On stderr: in a terminal a bar, elsewhere a line now and then, and nothing where it is soon over."""
+    arguments = (command, "--arch", "sm_80", "--all", "--json")
+    _, out, err = run(capsys, *arguments)
+    assert err == ""
+    monkeypatch.setattr(progress, "_PAUSE", 0.0)
+    _, again, err = run(capsys, *arguments)
+    assert err == "compiling for sm_80: 1 of 2\ncompiling for sm_80: 2 of 2\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _, barred, err = run(capsys, *arguments)
+    assert "compiling for sm_80" in err and "100%" in err
+    for line in (out, again, barred):
+        assert all(map(json.loads, line.splitlines())) and line
 
 
 def test_compile_fails_when_an_instance_spills(capsys, registry):

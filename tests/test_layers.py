@@ -23,7 +23,7 @@ RUNTIME = [
     {"device"},
     {"launches"},
     {"boards", "compiler", "tensormap"},
-    {"cache", "checks", "sources"},
+    {"cache", "checks", "progress", "sources"},
     {"dtypes", "held"},
 ]
 HEADERS = {"cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"}

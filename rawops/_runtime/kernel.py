@@ -15,6 +15,7 @@ from typing import ClassVar
 from rawops._runtime import arrays, compiler, dtypes, sources
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
+from rawops._runtime.progress import shown
 from rawops.errors import CompileError, UnsupportedError
 
 _COMPILERS = min(os.cpu_count() or 1, 16)  # at a time: each takes some 30 MB
@@ -355,7 +356,7 @@ class KernelInfo:
     spills: dict  # arch -> bytes that are accepted
 
 
-def kernels(archs: Iterable[str] = (), every: bool = False) -> list[KernelInfo]:
+def kernels(archs: Iterable[str] = (), every: bool = False, progress: bool = False) -> list[KernelInfo]:
     """List the library's kernel instances with the choices of their template.
 
     Parameters
@@ -365,15 +366,15 @@ def kernels(archs: Iterable[str] = (), every: bool = False) -> list[KernelInfo]:
         far in this process are listed.
     every : bool
         The whole product of choices instead of the instances that matter.
+    progress : bool
+        Show on stderr how many are ready.
     """
     archs = (archs,) if isinstance(archs, str) else tuple(archs)
     for arch in archs:
         _check_arch("kernels", arch, KernelSpec.registry)
     jobs = [(spec, instance) for spec in KernelSpec.registry for instance in spec.instances(every)]
     work = [(i, a) for spec in KernelSpec.registry for a in archs for i in spec.instances(every, _capability(a))]
-    with ThreadPoolExecutor(_COMPILERS) as pool:
-        for _ in pool.map(lambda job: job[0].compile(job[1]), work):
-            pass
+    _compile_all(work, f"compiling for {', '.join(archs)}" if progress else None)
     return [
         KernelInfo(
             spec.source,
@@ -396,7 +397,7 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
     ops : iterable of str, optional
         Source name prefixes ("gemm", "lora"), each with a kernel; everything when left out.
     progress : bool
-        Show a progress bar.
+        Show on stderr how many are ready.
 
     Returns
     -------
@@ -407,14 +408,17 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
         arch = arrays.current_device("precompile").arch
     specs = KernelSpec.registry if ops is None else _specs_of(ops)
     _check_arch("precompile", arch, specs or KernelSpec.registry)
-    jobs = [instance for spec in specs for instance in spec.instances(capability=_capability(arch))]
-    with ThreadPoolExecutor(_COMPILERS) as pool:
-        done = pool.map(lambda instance: instance.compile(arch), jobs)
-        if progress:
-            from rich.progress import track
+    work = [(instance, arch) for spec in specs for instance in spec.instances(capability=_capability(arch))]
+    _compile_all(work, f"compiling for {arch}" if progress else None)
+    return len(work)
 
-            done = track(done, description=f"compiling for {arch}", total=len(jobs))
-        return sum(1 for _ in done)
+
+def _compile_all(work: list[tuple[Instance, str]], title: str | None) -> None:
+    """Compile instances for their architectures, with progress under a `title`."""
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        done = pool.map(lambda job: job[0].compile(job[1]), work)
+        for _ in shown(done, title, len(work)) if title else done:
+            pass
 
 
 def _specs_of(ops: Iterable[str]) -> list[KernelSpec]:
