@@ -15,10 +15,11 @@ from rawops._lora_product import check_columns, check_input
 from rawops._lora_slices import check_slices, per_slice, take_factors
 from rawops._lora_stack import Stack, has_non_finite
 from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime.copies import NotCopied
 from rawops._runtime.device import on_own_device
 
 
-class MultiLoRA:
+class MultiLoRA(NotCopied, instead="Make a new one of c, and load the adapters."):
     """A linear layer with a stack of LoRA adapters, of which each row of x has its own or none.
 
     Row i of the result is ``activation(x[i] @ c + scaling * (x[i] @ a) @ b + bias) + residual[i]`` with the adapter in

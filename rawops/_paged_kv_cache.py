@@ -20,6 +20,7 @@ from rawops._paged_kv_pool import DTYPES, KV_DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE
 from rawops._paged_kv_swap import HostCopies, SavedSequence
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.call import check_apart, keep_apart
+from rawops._runtime.copies import NotCopied
 from rawops._runtime.device import on_own_device
 from rawops._runtime.workspace import Workspace
 
@@ -27,7 +28,7 @@ _MAX_BATCHES = 32
 _NAME = "PagedKVCache"
 
 
-class PagedKVCache:
+class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fork() shares those of a sequence."):
     """Keys and values of many sequences in one pool of pages.
 
     Parameters

@@ -9,11 +9,12 @@ import numpy as np
 from rawops import _sparse_formats as formats
 from rawops import _sparse_operands as given
 from rawops._runtime import checks, dtypes
+from rawops._runtime.copies import NotCopied
 from rawops._runtime.device import on_own_device
 from rawops._sparse_tiles import BLOCKS, Blocks, OnCudaCores, OnTensorCores, aligned
 
 
-class BSRMatrix:
+class BSRMatrix(NotCopied, instead="Make a new one by to_bsr() of a SparseMatrix."):
     """A sparse matrix of square dense blocks (block compressed rows).
 
     Make one with `SparseMatrix.to_bsr`, `from_bsr` or `from_blocked_ell`. It multiplies dense matrices: ``A @ x``.

@@ -10,6 +10,7 @@ from rawops._attention_dropout import dropout_of
 from rawops._attention_merge import merge_states
 from rawops._attention_operands import LONGEST, Layout, Options, checked
 from rawops._runtime import arrays, checks
+from rawops._runtime.copies import ByArguments
 
 
 @functools.lru_cache(maxsize=256)
@@ -298,7 +299,7 @@ def merge_attention_states(out_a, lse_a, out_b, lse_b):
     return merge_states("merge_attention_states", out_a, lse_a, out_b, lse_b)
 
 
-class FlashAttention:
+class FlashAttention(ByArguments):
     """Attention with fixed options, for repeated calls; see `flash_attention`.
 
     It keeps its workspaces, so after a first call a call of the same sizes with ``out=`` (and ``lse=``, if that is

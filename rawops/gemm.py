@@ -13,6 +13,7 @@ from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, c
 from rawops._gemm_tune import tune
 from rawops._gemm_w4 import FORMATS, WeightProduct
 from rawops._runtime import arrays, checks
+from rawops._runtime.copies import ByArguments
 
 
 @functools.lru_cache(maxsize=256)
@@ -236,7 +237,7 @@ def grouped_gemm(
     return product((a, b, out, c, bias, residual, group_offsets), packed_alpha, packed_beta)
 
 
-class Gemm:
+class Gemm(ByArguments):
     """A GEMM of fixed sizes, for repeated calls: it keeps its workspace, so a call with ``out=`` allocates nothing.
 
     Calls of one plan share that workspace: they belong on one stream, or in an order that streams keep.

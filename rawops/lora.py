@@ -24,6 +24,7 @@ from rawops._lora_multi import SlicedLoRA
 from rawops._lora_product import LowRankProduct, check_columns, check_weights
 from rawops._lora_slices import per_slice, take_factors
 from rawops._runtime import arrays, checks
+from rawops._runtime.copies import NotCopied
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,7 +114,7 @@ def lora_linear(
     return product((x, c, out, None, bias, residual, a, b))
 
 
-class FusedLoRA:
+class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
     """A linear layer with one low-rank adapter, for repeated calls; see `lora_linear`.
 
     It keeps its workspaces, so after a first call a call of the same sizes with ``out=`` allocates nothing and can be

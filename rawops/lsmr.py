@@ -31,6 +31,7 @@ from rawops._lsmr_status import Progress, Status
 from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
+from rawops._runtime.copies import NotCopied
 from rawops.sparse import SparseMatrix
 
 __all__ = ["LSMR", "DistributedOperator", "LSMRResult", "LinearOperator", "lsmr"]
@@ -90,7 +91,7 @@ class _Problem(NamedTuple):
     give: Callable
 
 
-class LSMR:
+class LSMR(NotCopied, instead="Make a new one of A."):
     """A least-squares solver for one matrix, which keeps its workspace and its CUDA graph from solve to solve.
 
     Parameters

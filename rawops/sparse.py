@@ -15,6 +15,7 @@ from rawops import _sparse_formats as formats
 from rawops import _sparse_operands as given
 from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
+from rawops._runtime.copies import NotCopied
 from rawops._runtime.device import on_own_device
 from rawops._sparse_bsr import BSRMatrix, from_rows
 from rawops._sparse_profile import Choice, Profile
@@ -46,7 +47,7 @@ class Plan:
         return f"A @ x: {self.matvec}\nA.H @ u: {self.rmatvec}\n{formats_kept}, {self.nbytes / 1e6:.1f} MB"
 
 
-class SparseMatrix:
+class SparseMatrix(NotCopied, instead="Copy or pickle to_scipy(), and make a new one by from_scipy()."):
     """A sparse matrix on the GPU, for repeated products in both directions.
 
     Make one with `from_csr`, `from_csc`, `from_coo`, `from_scipy` or `from_cupy`. `A.T` and `A.H` are views.

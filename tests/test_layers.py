@@ -24,7 +24,7 @@ RUNTIME = [
     {"launches"},
     {"boards", "compiler", "tensormap"},
     {"cache", "checks", "progress", "sources"},
-    {"dtypes", "held"},
+    {"copies", "dtypes", "held"},
 ]
 HEADERS = {"cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"}
 # Slow or absent on some machines: imported inside the functions that need them, or never.

@@ -13,13 +13,14 @@ import numpy as np
 from rawops._runtime import arrays, checks, compiler, sources
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
+from rawops._runtime.copies import ByArguments
 from rawops._runtime.kernel import Function, Instance
 
 # what a number is rounded to, by kind and size of the parameter
 _FLOATS = {("f", 4): np.float32, ("f", 8): np.float64, ("h", 2): np.float16, ("g", 2): ml_dtypes.bfloat16}
 
 
-class Kernel:
+class Kernel(ByArguments):
     """A CUDA kernel of one's own: compiled by NVRTC on first launch, reloaded on demand.
 
     Parameters
