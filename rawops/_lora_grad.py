@@ -90,6 +90,7 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
     named = {"dout": dout, "x": x, "c": c, "a": a, "b": b}
     check_given(_FUNCTION, **named)
     named |= {f"out[{i}]": o for i, o in enumerate(given)}
+    arrays.check_writeable(_FUNCTION, **{f"out[{i}]": o for i, o in enumerate(given)})
     taken, give = arrays.take(_FUNCTION, **named)
     device = arrays.device_of(_FUNCTION, **dict(zip(named, taken, strict=True)))
     inputs, outs = taken[:5], taken[5:]

@@ -132,6 +132,8 @@ def run(op: Op, function: str, operands: tuple, options: tuple, check: Callable 
     """
     found = op.resolve(function, operands, options)
     if found is None:
+        named = zip(op.names, operands, strict=True)
+        arrays.check_writeable(function, **{name: x for name, x in named if name.endswith("out")})
         taken, give, device = op.take(function, operands)
         with device.current():
             made = run(op, function, taken, options, check)

@@ -229,6 +229,27 @@ def test_masked_arrays_raise():
         rawops.rmsnorm(masked)
 
 
+def test_read_only_arrays_of_other_libraries_take_no_results():
+    """CuPy forgets what they say of themselves, as JAX's do: what may not change would change."""
+
+    interface = {"shape": (4, 4), "typestr": "<f2", "data": (512, True), "version": 3}
+    x, out = np.ones((4, 4), np.float16), types.SimpleNamespace(__cuda_array_interface__=interface)
+    positions = np.zeros(4, np.int32)
+    with rawops.emulate():
+        adapters = rawops.MultiLoRA(x, 1, 4)
+        for name, call in (
+            ("out", lambda: rawops.gemm(x, x, out=out)),
+            ("out", lambda: rawops.lora_linear(x, x, x, x, out=out)),
+            ("out", lambda: adapters(x[None], positions[None], out=out)),
+            (r"out\[1\]", lambda: rawops.lora_linear_backward(x, x, x, x, x, out=(None, out, None))),
+            ("out", lambda: rawops.softmax(x, out=out)),
+            ("residual_out", lambda: rawops.rmsnorm(x, residual=x, residual_out=out)),
+            ("k_out", lambda: rawops.rope(x[:, None], x[:, None], positions, k_out=out)),
+        ):
+            with pytest.raises(ValueError, match=f"{name} must be writeable, got a read-only array of "):
+                call()
+
+
 @pytest.mark.parametrize("kind", [np.float16, np.int64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
 def test_numbers_are_scalars_of_any_library(kind):
     assert checks.number("f", "x", kind(3)) == 3

@@ -96,6 +96,24 @@ def take(function: str, **named) -> tuple[list, Callable]:
     return values, _exporter(first, out, dict(zip(named, values, strict=True)).get("out"))
 
 
+def check_writeable(function: str, **named) -> None:
+    """Raise ValueError for another library's array that a result is to go to, if it says that it is read-only.
+
+    CuPy has no such arrays, and forgets it of those that it views: the check has to come before `take`.
+    """
+    for name, x in named.items():
+        if x is not None and type(x) is not _native and _is_read_only(x):
+            library = type(x).__module__.partition(".")[0]
+            fail(ValueError, function, name, "be writeable", f"a read-only array of {library}")
+
+
+def _is_read_only(x) -> bool:
+    try:
+        return bool(x.__cuda_array_interface__["data"][1])
+    except Exception:  # it has no such interface; torch's raises where a gradient is asked for
+        return False
+
+
 def check_bytes(function: str, name: str, x) -> None:
     """Raise TypeError where a kernel cannot read the elements of an array: Python objects, and swapped bytes."""
     dtype = x.dtype
