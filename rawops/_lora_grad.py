@@ -12,7 +12,7 @@ import numpy as np
 from rawops._gemm_call import ZERO, Product
 from rawops._gemm_config import DTYPES
 from rawops._gemm_maps import k_major
-from rawops._gemm_operands import Operand, Options, check_given
+from rawops._gemm_operands import MAX_SIZE, Operand, Options, check_given
 from rawops._lora_factors import factor_gradients, operand_of
 from rawops._lora_product import NOTHING, LowRankProduct, check_weights, row_of_y
 from rawops._lora_sm90 import NARROW, NarrowProduct
@@ -126,6 +126,8 @@ def _check(dout, x, c, a, b, outs) -> None:
             rule = f"have shape (..., M, {width}), as c is {tuple(c.shape)}"
             checks.fail(ValueError, _FUNCTION, name, rule, f"shape {tuple(array.shape)}")
     checks.shape(_FUNCTION, "dout", dout, (*x.shape[:-1], c.shape[1]), f"x has shape {tuple(x.shape)}.")
+    if math.prod(x.shape[:-1]) > MAX_SIZE:
+        checks.fail(ValueError, _FUNCTION, "x", f"have at most {MAX_SIZE} rows", math.prod(x.shape[:-1]))
     allowed = tuple(dict.fromkeys((dtype, "float32")))
     for i, (o, like) in enumerate(zip(outs, (x, a, b), strict=True)):
         if o is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,14 +32,19 @@ class MergeError:
     relative: float
 
 
-def merge_into(function: str, c, pairs: list, slices: tuple, scaling: float) -> MergeError:
-    """Add ``scaling * a @ b`` to the columns of c that belong to each slice; pairs are (a, b) or None."""
+def merge_into(
+    function: str, c, pairs: list, slices: tuple, scaling: float, begin_writing: Callable[[], None]
+) -> MergeError:
+    """Add ``scaling * a @ b`` to the columns of c that belong to each slice; pairs are (a, b) or None.
+
+    `begin_writing` is called before c changes: what fails after that, or is interrupted, leaves it half way.
+    """
     checks.output(function, "c", c)
     with arrays.device_of(function, c=c).current():
-        return _merge(function, c, pairs, slices, scaling)
+        return _merge(function, c, pairs, slices, scaling, begin_writing)
 
 
-def _merge(function: str, c, pairs: list, slices: tuple, scaling: float) -> MergeError:
+def _merge(function: str, c, pairs: list, slices: tuple, scaling: float, begin_writing) -> MergeError:
     wide = "float32" if c.dtype.itemsize == 2 else c.dtype.name
     product = Product(function, Options(out_dtype=wide))
     largest, lost, added = 0.0, 0.0, 0.0
@@ -52,7 +58,9 @@ def _merge(function: str, c, pairs: list, slices: tuple, scaling: float) -> Merg
             columns = c[:, begin:end]
             before = columns.astype(wide)
             exact = product((a, b[:, begin - start : end - start], None, columns, None, None), (0, scaling, 0), ONE)
-            columns[...] = exact.astype(c.dtype)
+            rounded = exact.astype(c.dtype)
+            begin_writing()
+            columns[...] = rounded
             error = columns.astype(wide) - exact
             largest = float(np.maximum(largest, float(abs(error).max())))  # NaN stays NaN
             lost += float((error.astype("float64") ** 2).sum())

@@ -135,8 +135,8 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
 
     Attributes
     ----------
-    merged : bool
-        Whether c holds the adapter, see `merge`.
+    merged : bool or None
+        Whether c holds the adapter, see `merge`; None where one that failed has left it half way.
     """
 
     def __init__(self, c, a, b, scaling: float = 1.0, *, slices=None, bias=None, activation: str | None = None) -> None:
@@ -185,6 +185,8 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
 
     def __call__(self, x, *, residual=None, out=None):
         """Run on x (..., M, K); returns (..., M, N), or N/2 columns for swiglu."""
+        if self.merged is None:
+            self._fail_half_way("FusedLoRA")
         if self.merged:
             return self._product.base((x, self.c, out, None, self.bias, residual))
         if self._sliced is not None:
@@ -214,6 +216,8 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
         return self._add_to_weight("FusedLoRA.unmerge", -1)
 
     def _add_to_weight(self, function: str, sign: int) -> MergeError:
+        if self.merged is None:
+            self._fail_half_way(function)
         if self.merged is (sign > 0):
             got = "a merged one" if self.merged else "the base weight"
             checks.fail(ValueError, function, "c", f"be {'the base weight' if sign > 0 else 'a merged one'}", got)
@@ -221,6 +225,14 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
             pairs = [(self.a, self.b)]
         else:
             pairs = take_factors(function, self.c, self.a, self.b, self.slices)
-        error = merge_into(function, self.c, pairs, self.slices, sign * self.scaling)
+        error = merge_into(function, self.c, pairs, self.slices, sign * self.scaling, self._begin_writing)
         self.merged = sign > 0
         return error
+
+    def _begin_writing(self) -> None:
+        self.merged = None
+
+    @staticmethod
+    def _fail_half_way(function: str) -> None:
+        hint = "Load the base weight again."
+        checks.fail(ValueError, function, "c", "be whole", "one that a failed merge has left half way", hint)

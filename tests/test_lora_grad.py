@@ -165,6 +165,9 @@ def test_errors(device):
         buffer = zeros(2 * int(np.prod(shape)) + 1, dtype="u1")
         return buffer[1:].view(np.float16).reshape(shape)
 
+    def many(cols):
+        return device.xp.broadcast_to(zeros(cols), (2**16, 2**16, cols))
+
     repeated = device.xp.lib.stride_tricks.as_strided(zeros(6, 2), (6, 2), (0, 2))
     dx, shared = zeros(4, 6) + np.float16(7), zeros(16)
     good = {"dout": zeros(4, 8), "x": zeros(4, 6), "c": zeros(6, 8), "a": zeros(6, 2), "b": zeros(2, 8)}
@@ -186,6 +189,7 @@ def test_errors(device):
             "out[1] must have entries of its own",
             {"out": (None, repeated, None)},
         ),
+        (ValueError, "x must have at most 2147418112 rows, got 4294967296", {"x": many(6), "dout": many(8)}),
         (ValueError, "x must lie on whole elements", {"x": between(4, 6)}),
         (ValueError, "out[2] must lie on whole elements", {"out": (dx, None, between(2, 8))}),
         (ValueError, "out[0] must not overlap out[1]", {"out": (dx, dx.reshape(-1)[:12].reshape(6, 2), None)}),

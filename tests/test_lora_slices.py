@@ -1,11 +1,13 @@
 """Fused LoRA with factors for ranges of columns, and merging into the weight: exact results, errors, the checks."""
 
+import itertools
+
 import numpy as np
 import pytest
 from lora_operands import DTYPES, integers, operands, put, random, same
 
 import rawops
-from rawops import config
+from rawops import _lora_merge, config
 from rawops.lora import FusedLoRA, lora_linear
 from rawops.testing import references
 
@@ -97,6 +99,36 @@ def test_merge_of_slices(device, rng):
     same(device, op(device.put(x)), references.lora_linear(x, c, whole_a, whole_b, scaling=2.0))
     op.unmerge()
     same(device, op.c, c)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_merge_that_fails(device, rng, monkeypatch, failing):
+    """Before anything is written it changes nothing; after that, the weight is neither and no call takes it."""
+    calls = itertools.count(1)
+
+    class Product(_lora_merge.Product):
+        def __call__(self, *args):
+            if next(calls) == failing:
+                raise MemoryError
+            return super().__call__(*args)
+
+    monkeypatch.setattr(_lora_merge, "Product", Product)
+    slices = [(0, 16), (16, 24)]
+    a, b, *_ = sliced(rng, 24, slices, (5, 3))
+    x, c = integers(rng, (5, 24)), integers(rng, (24, 24))
+    op = FusedLoRA(device.put(c.copy()), put_list(device, a), put_list(device, b), slices=slices)
+    x = device.put(x)
+    want = device.get(op(x))
+    with pytest.raises(MemoryError):
+        op.merge()
+    if failing == 1:
+        assert op.merged is False
+        np.testing.assert_array_equal(device.get(op(x)), want)
+        return
+    assert op.merged is None
+    for call in (lambda: op(x), op.merge, op.unmerge):
+        with pytest.raises(ValueError, match="c must be whole, got one that a failed merge has left half way"):
+            call()
 
 
 def test_one_slice_takes_arrays_as_they_are(device, rng):
