@@ -159,6 +159,55 @@ def test_headers_of_include_folders_are_part_of_the_kernel(tmp_path, compilation
     assert len(compilations) == 3
 
 
+@pytest.mark.parametrize(
+    "text, options",
+    [
+        ('#include "value.h"\n', ()),
+        ("#include <value.h>\n", ("-I .",)),
+        ("#include <value.h>\n", ("--include-path", ".")),
+        ('#define HEADER "value.h"\n#include HEADER\n', ()),
+        ("#include HEADER\n", ('-DHEADER="value.h"',)),
+        ('#include \\\n "value.h"\n', ()),
+        ('/* of\n */ #include /* a */ "value.h"\n', ()),
+        ('%:include "value.h"\n', ()),
+        ('#if __has_include("value.h")\n#define HEADER "value.h"\n#include HEADER\n#endif\n', ()),
+        ("", ("-include", "value.h")),
+        ("", ("--pre-include=value.h",)),
+    ],
+)
+def test_whatever_way_a_header_comes_in_its_edits_are_seen(tmp_path, monkeypatch, text, options):
+    """By later kernels, which the disk cache has another version of, and by `reload`."""
+    monkeypatch.chdir(tmp_path)
+    header = tmp_path / "value.h"
+    text += "__global__ void f(int* x) { *x = VALUE; }\n"
+    for value in (701, 702):
+        header.write_text(f"#define VALUE {value}\n")
+        kernel = rawops.Kernel(text, "f", options)
+        assert str(value) in kernel.compile("sm_80").ptx
+    header.write_text("#define VALUE 703\n")
+    assert [change.kernel for change in rawops.reload()] == ["f"]
+    assert "703" in kernel.compile("sm_80").ptx
+
+
+def test_a_header_that_is_asked_for_by_its_name_is_seen_to_come(tmp_path, monkeypatch):
+    """The disk cache keeps what the includes of a kernel tell, also whether a header is there."""
+    monkeypatch.chdir(tmp_path)
+    text = '#if defined(__has_include)\n#if __has_include("value.h")\n#include "value.h"\n#endif\n#endif\n'
+    text += "#ifndef VALUE\n#define VALUE 801\n#endif\n__global__ void f(int* x) { *x = VALUE; }\n"
+    for value in (801, 802):
+        made = [rawops.Kernel(text, "f").compile("sm_80") for _ in range(2)]
+        assert [compiled.from_cache for compiled in made] == [False, True]
+        assert all(str(value) in compiled.ptx for compiled in made)
+        (tmp_path / "value.h").write_text("#define VALUE 802\n")
+
+
+def test_a_working_folder_that_is_gone_takes_nothing_along(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert rawops.Kernel('#include "common/numeric.cuh"\n__global__ void f() {}\n', "f").compile("sm_80")
+
+
 def test_text_that_is_not_utf8_compiles(tmp_path):
     (tmp_path / "k.cu").write_bytes(b"// caf\xe9\n__global__ void f(int* x) { *x = 1; }\n")
     assert kinds(rawops.Kernel(tmp_path / "k.cu", "f").compile("sm_80")) == "p"

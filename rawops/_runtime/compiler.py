@@ -133,16 +133,18 @@ def compile_instance(
 
 
 def _of_files(files: dict[str, sources.File], expression: str, options, arch: str, to_ptx: bool) -> Compiled:
-    digest = sources.digest(files)
+    digest = sources.digest(files, options)
     key = cache_key(digest, expression, options, arch)
     keys = [key, cache_key(digest, expression, options, _virtual(arch))] if to_ptx else [key]
     # of the files as they are now, not as they will be when somebody asks
     later = functools.cache(lambda: _of_files(files, expression, options, arch, False).native())
     with _lock_of(key):
-        for entry in map(cache.load, keys):
+        for entry in map(cache.load, keys if digest else ()):
             if entry is not None:
                 return _from_entry(*entry, expression, arch, digest, later)
         compiled = _compile(files, digest, expression, options, arch, later if to_ptx else None)
+        if not digest:  # an entry would outlive a file that it knows nothing of
+            return compiled
         meta = {
             "lowered": compiled.lowered,
             "parameters": [[p.kind, p.size, p.align] for p in compiled.parameters],

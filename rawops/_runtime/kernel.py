@@ -306,7 +306,8 @@ def reload(compile: bool = False) -> list[Reloaded]:
     Every kernel compiled so far whose source, or a header it includes, has changed on disk is compiled anew at its
     next launch, or at once with ``compile=True``. A source that does not compile raises CompileError once, at that
     launch (with ``compile=True``: in ``error`` of the entry, nothing is raised), and the last good kernel stays in
-    use. Plans pick the new kernel up by themselves.
+    use. Plans pick the new kernel up by themselves. A source whose includes are not plain to see (``#include MACRO``,
+    the option ``-include``) counts as changed every time, and is not kept in the disk cache.
 
     Returns
     -------
@@ -321,7 +322,8 @@ def reload(compile: bool = False) -> list[Reloaded]:
         key = instance.source, instance.options
         if key not in digests:
             digests[key] = _digest_now(*key)
-        stale = [a for a, c in sorted(instance.compiled.items()) if c.digest != digests[key]]
+        now = digests[key]
+        stale = [a for a, c in sorted(instance.compiled.items()) if not now or c.digest != now]
         if stale:
             instance.outdate(stale)
             changed += [_reload_one(instance, arch, compile) for arch in stale]
@@ -330,7 +332,7 @@ def reload(compile: bool = False) -> list[Reloaded]:
 
 def _digest_now(source: sources.Source, options: tuple[str, ...]) -> str:
     try:
-        return sources.digest(source.closure(options))
+        return sources.digest(source.closure(options), options)
     except (OSError, ValueError):  # deleted or clashing: changed, and the next compilation says how
         return ""
 

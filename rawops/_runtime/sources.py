@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+_ANY_INCLUDE = re.compile(r"^[ \t]*(?:#|%:)[ \t]*include\b(.*)|\b__has_include[ \t]*\(([^)\n]*)\)", re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_INCLUDING_OPTIONS = ("-include", "--pre-include")
 
 
 @functools.cache
@@ -56,13 +59,15 @@ class Source:
 
         NVRTC is given exactly these texts under these names, so what is hashed is what is compiled and no path of
         the machine enters a cache key. A header is searched for beside the file that asks for it (with quotes), in
-        the ``-I`` folders of `options` and among the library's sources. It has one name however it was asked for, so
-        that ``#pragma once`` holds. Conditional includes count whether taken or not; a file that does not exist is
-        left for the compiler to complain about, and the CUDA headers are left to it too.
+        the ``-I`` folders of `options`, among the library's sources and (with quotes) in the working directory. It
+        has one name however it was asked for, so that ``#pragma once`` holds. Conditional includes count whether taken
+        or not; a file that does not exist is left for the compiler to complain about, and the CUDA headers are left to
+        it too.
         """
         home = None if self.text is not None else Path(self.path).parent
         searched = [*_include_folders(options), cuda_src()]
-        roots = ([home] if home else []) + searched
+        here = [] if _is_own(Path(self.path)) else _working_folder()
+        roots = [*([home] if home else []), *searched, *here]
         files: dict[str, File] = {}
 
         def add(name: str, path: Path, text: str) -> None:
@@ -71,7 +76,7 @@ class Source:
 
             def rename(match: re.Match) -> str:
                 directive, quoted, angled = match.groups()
-                found = _find(quoted or angled, [*beside, *searched] if quoted else searched)
+                found = _find(quoted or angled, [*beside, *searched, *here] if quoted else searched)
                 if found is None:
                     return match.group()
                 known = self.name if str(found) == self.path else _name_in(roots, found)
@@ -87,13 +92,28 @@ class Source:
         return files
 
 
-def digest(files: dict[str, File]) -> str:
-    """Return a hash of a `Source.closure`."""
+def digest(files: dict[str, File], options: tuple[str, ...] = ()) -> str:
+    """Return a hash of a `Source.closure`, "" where the compiler may read files that it does not have."""
+    if any(option.startswith(_INCLUDING_OPTIONS) for option in options):
+        return ""
+    if any(_hides_includes(file.text) for file in files.values() if not _is_own(file.path)):
+        return ""
     hasher = hashlib.sha256()
     for name, file in sorted(files.items()):
         for part in (encode(name), encode(file.text)):
             hasher.update(b"%d\0" % len(part) + part)
     return hasher.hexdigest()
+
+
+def _is_own(path: Path) -> bool:
+    return str(path).startswith(str(cuda_src()))
+
+
+def _hides_includes(text: str) -> bool:
+    """Tell whether a closure does not follow an include: by a macro, behind a comment, over two lines."""
+    known = {quoted or angled for _, quoted, angled in _INCLUDE.findall(text)}
+    plain = _COMMENT.sub(" ", text.replace("\r\n", "\n").replace("\\\n", ""))
+    return any((directive or asked).strip()[1:-1] not in known for directive, asked in _ANY_INCLUDE.findall(plain))
 
 
 def encode(text: str) -> bytes:
@@ -105,8 +125,16 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="surrogateescape")
 
 
+def _working_folder() -> list[Path]:
+    """Return where NVRTC looks too, if it still exists."""
+    try:
+        return [Path.cwd()]
+    except OSError:
+        return []
+
+
 def _include_folders(options: tuple[str, ...]) -> list[Path]:
-    joined = re.findall(r"(?:^|\n)(?:-I|--include-path=)\n?(.+)", "\n".join(options))
+    joined = re.findall(r"(?:^|\n)(?:-I|--include-path)[\s=]*(.+)", "\n".join(options))
     return [Path(os.path.abspath(folder)) for folder in joined]
 
 
