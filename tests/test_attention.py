@@ -183,17 +183,17 @@ def test_grouped_heads(device, heads, Sq):
     np.testing.assert_array_equal(out[0, :, :, 0], np.broadcast_to(np.arange(Hq) // (Hq // Hkv), (Sq, Hq)))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 6e4])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_hidden_values_stay_hidden(device, rng, dtype, value):
+def test_hidden_values_stay_hidden(device, rng, dtype):
     """Keys and values that some rows do not see change nothing there, and everything where they are seen."""
     q, k, v = operands(rng, Sq=70, Sk=70, dtype=dtype)
     clean = device.get(flash_attention(*map(device.put, (q, k, v)), causal=True))
-    k[:, 66], v[:, 66] = value, value
-    got = device.get(flash_attention(*map(device.put, (q, k, v)), causal=True)).astype(np.float64)
-    np.testing.assert_array_equal(got[:, :66], clean[:, :66].astype(np.float64))
-    if np.isnan(value):
-        assert np.isnan(got[:, 66:]).all()
+    for value in (np.nan, np.inf, -np.inf, 6e4):
+        k[:, 66], v[:, 66] = value, value
+        got = device.get(flash_attention(*map(device.put, (q, k, v)), causal=True)).astype(np.float64)
+        np.testing.assert_array_equal(got[:, :66], clean[:, :66].astype(np.float64), str(value))
+        if np.isnan(value):
+            assert np.isnan(got[:, 66:]).all()
 
 
 def test_infinite_value_is_seen(device, rng):

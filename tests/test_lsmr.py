@@ -409,17 +409,17 @@ def test_solver_whose_matrix_is_tuned_takes_the_new_kernels(device, rng, monkeyp
 
 @pytest.mark.parametrize("first", ["other values", "infinity"])
 def test_column_norms_are_those_of_the_values_now(device, rng, first):
-    """A solver whose matrix was given other values solves as a new one does."""
+    """A solver whose matrix was given other values solves as a new one does: by three iterations, before any stop."""
     a = sparse.csr_array(rng.standard_normal((40, 12)))
     b, values = device.put(rng.standard_normal(40)), a.data * np.resize(10.0 ** np.arange(-4, 4), a.nnz)
     A = rawops.SparseMatrix.from_scipy(a)
     if first == "infinity":
         A.update_values(device.put(np.where(np.arange(a.nnz) == 7, np.inf, a.data)))
-    solver = rawops.LSMR(A, preconditioner="column")
+    solver = rawops.LSMR(A, preconditioner="column", maxiter=3)
     solver.solve(b)
     A.T.update_values(device.put(values))
     for solve in (lambda s: s.solve(b), lambda s: s.solve_many(device.xp.stack([b, 2 * b], 1))):
-        got, want = solve(solver), solve(rawops.LSMR(A, preconditioner="column"))
+        got, want = solve(solver), solve(rawops.LSMR(A, preconditioner="column", maxiter=3))
         np.testing.assert_array_equal(device.get(got.x), device.get(want.x))
         np.testing.assert_array_equal(got.itn, want.itn)
         assert np.isfinite(device.get(got.x)).all()
@@ -427,12 +427,12 @@ def test_column_norms_are_those_of_the_values_now(device, rng, first):
 
 def test_column_norms_of_a_dense_array_stay_those_of_the_start(device, rng):
     """The array changed in place is solved as it is, with the scaling that the solver was made with."""
-    a, b = rng.standard_normal((40, 6)), rng.standard_normal(40)
+    a, b = rng.standard_normal((12, 4)), rng.standard_normal(12)
     A = device.put(a)
     solver = rawops.LSMR(A, preconditioner="column", atol=1e-12, btol=1e-12, maxiter=60)
     first = solver.solve(device.put(b))
     np.testing.assert_allclose(device.get(first.x), np.linalg.lstsq(a, b, rcond=None)[0], rtol=1e-9)
-    a = a * 8.0 ** np.arange(-3, 3)
+    a = a * 8.0 ** np.arange(-2, 2)
     A[...] = device.put(a)
     stale, fresh = (s.solve(device.put(b)) for s in (solver, rawops.LSMR(A, preconditioner="column", atol=1e-12)))
     np.testing.assert_allclose(device.get(stale.x), np.linalg.lstsq(a, b, rcond=None)[0], rtol=1e-9)
