@@ -222,7 +222,8 @@ class Engine:
                 self._scalars()
             finally:
                 self.vectors.early = False
-                self._graph = stream.end_capture()
+                graph = stream.end_capture()
+        self._graph = graph  # of whole iterations: none that an exception has cut short
 
     def _show(self, states, history, seen: int, watch: Callable) -> int:
         last = int(states[:, _NOW + 1].max())
