@@ -148,7 +148,7 @@ class _Call:
     dropout: Dropout | None
 
     def strides(self, name: str) -> dict[str, int]:
-        found = strides_of(self.function, name, self.named[name], self.sizes.axes)
+        found = strides_of(self.named[name], self.sizes.axes)
         return {f"{name}_{axis}": s for axis, s in zip(AXES, found, strict=True)}
 
 
@@ -174,6 +174,9 @@ def backward(
 
 def _prepare_and_run(function: str, options, varlen, device, named: dict, deterministic: bool, dropout) -> None:
     """Check a call on a device and run it; results that were not given are added to `named`."""
+    for name, x in named.items():
+        if x is not None:
+            checks.on_elements(function, name, x, device.pointer(x))
     sizes = sizes_of(function, named, varlen)
     check_scores(function, named, sizes)
     if varlen is not None and settings.current().check:
@@ -223,7 +226,7 @@ def _run(call: _Call) -> None:
     if _run_on_hopper(call, problem):
         return
     tile = select_tile(sizes.head_dim, sizes.head_dim_v, problem.score, device.max_shared_bytes)
-    fields = shape_fields(call.function, named, sizes, problem, call.options)
+    fields = shape_fields(named, sizes, problem, call.options)
     row_tiles, key_tiles = (max(1, -(-n // _ROWS)) for n in (sizes.seqlen_q, sizes.seqlen_k))
     fields |= {"packed": 1, "splits": 1, "row_tiles": row_tiles, "key_tiles": key_tiles}
     for name in ("out", "dout", *_GRADIENTS):
@@ -257,13 +260,13 @@ def _run_on_hopper(call: _Call, problem: Problem) -> bool:
     for name in ("q", "k", "v", "out", "dout", *_GRADIENTS):
         x = call.named[name]
         addresses[name] = address = call.device.pointer(x)
-        strides = strides_of(call.function, name, x, call.sizes.axes)
+        strides = strides_of(x, call.sizes.axes)
         views[name] = sm90.View((1,) * (4 - x.ndim) + tuple(x.shape), strides, address % 16)
     if not sm90.supports(call.device, problem, views, call.is_deterministic):
         return False
     for name in ("lse", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"):
         addresses[name] = call.device.pointer(call.named[name])
-    fields = shape_fields(call.function, call.named, call.sizes, problem, call.options) | call.strides("out")
+    fields = shape_fields(call.named, call.sizes, problem, call.options) | call.strides("out")
     fields["softmax_scale"] = call.options.scale(call.sizes.head_dim)
     fields |= _dropout_fields(call)
     sm90.run(call.device, problem, views, fields, addresses, call.is_deterministic)

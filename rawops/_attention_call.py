@@ -241,6 +241,9 @@ class Attention:
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
         """Check the arguments, choose the kernel and pack what does not change."""
         named = dict(zip(ROLES, operands, strict=True))
+        for name, x, address in zip(ROLES, operands, addresses, strict=True):
+            if x is not None:
+                checks.on_elements(self.function, name, x, address)
         sizes = sizes_of(self.function, named, self.varlen, _FORWARD)
         check_scores(self.function, named, sizes)
         check_scales(self.function, named, sizes)
@@ -296,12 +299,12 @@ class Attention:
     def _out_strides(self, named: dict, sizes: Sizes) -> tuple[int, ...]:
         out = named["out"]
         if out is not None:
-            return strides_of(self.function, "out", out, sizes.axes)
+            return strides_of(out, sizes.axes)
         return dense(sizes.out, sizes.axes)
 
     def _views(self, named: dict, addresses: list, sizes: Sizes) -> dict[str, _attention_sm90.View]:
         """Return q, k, v and out as the Hopper kernels see them."""
-        strides = {name: strides_of(self.function, name, named[name], sizes.axes) for name in "qkv"}
+        strides = {name: strides_of(named[name], sizes.axes) for name in "qkv"}
         strides["out"] = self._out_strides(named, sizes)
         shapes = {"out": sizes.out} | {name: named[name].shape for name in "qkv"}
         return {
@@ -322,7 +325,7 @@ class Attention:
         if not _attention_sm90.supports(device, problem, views):
             return None
         plan = _attention_sm90.plan(device, problem, views, out_dtype, self.options.num_splits)
-        fields = shape_fields(self.function, named, sizes, problem, self.options)
+        fields = shape_fields(named, sizes, problem, self.options)
         fields |= {"packed": 1, "row_tiles": plan.row_tiles} | _parts(sizes, plan.config.splits)
         out_strides = views["out"].strides if plan.config.splits == 1 else dense(sizes.out, sizes.axes)
         fields |= {f"out_{axis}": s for axis, s in zip(AXES, out_strides, strict=True)}
@@ -346,7 +349,7 @@ class Attention:
 
     def _one_kernel(self, device, named: dict, sizes: Sizes, problem: Problem, chosen, address: int) -> OneKernel:
         is_partial = chosen.splits > 1
-        fields = shape_fields(self.function, named, sizes, problem, self.options)
+        fields = shape_fields(named, sizes, problem, self.options)
         fields |= {"packed": chosen.packed, "row_tiles": chosen.row_tiles} | _parts(sizes, chosen.splits)
         out_strides = dense(sizes.out, sizes.axes) if is_partial else self._out_strides(named, sizes)
         fields |= {f"out_{axis}": s for axis, s in zip(AXES, out_strides, strict=True)}

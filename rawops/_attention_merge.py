@@ -79,6 +79,8 @@ def merge_states(function: str, out_a, lse_a, out_b, lse_b) -> tuple:
             checks.fail(TypeError, function, name, "be an array", "None")
     (out_a, lse_a, out_b, lse_b), give = arrays.take(function, **named)
     device = arrays.device_of(function, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    for name, x in zip(named, (out_a, lse_a, out_b, lse_b), strict=True):
+        checks.on_elements(function, name, x, device.pointer(x))
     dtype = checks.dtype(function, "out_a", out_a, DTYPES)
     if out_a.ndim not in (3, 4):
         rule = "have 4 dimensions (batch, seqlen, heads, head_dim) or 3 (total, heads, head_dim)"
@@ -94,10 +96,10 @@ def merge_states(function: str, out_a, lse_a, out_b, lse_b) -> tuple:
         axes = (0, 1, 2, 3) if batch else (None, 0, 1, 2)
         lse_axes = (0, 2, 1, None) if batch else (None, 1, 0, None)
         numbers: list[int] = []
-        for name, state, its_lse in (("a", out_a, lse_a), ("b", out_b, lse_b)):
+        for state, its_lse in ((out_a, lse_a), (out_b, lse_b)):
             numbers += [device.pointer(state), device.pointer(its_lse)]
-            numbers += strides_of(function, f"out_{name}", state, axes)
-            numbers += strides_of(function, f"lse_{name}", its_lse, lse_axes)
+            numbers += strides_of(state, axes)
+            numbers += strides_of(its_lse, lse_axes)
         extents = [1 if axis is None else out_a.shape[axis] for axis in axes]
         numbers += [0, 0, device.pointer(out), device.pointer(lse), *dense(out.shape, axes)]
         numbers += [*lse_strides(lse.shape), 2, *extents]

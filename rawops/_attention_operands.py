@@ -103,16 +103,9 @@ class Layout(NamedTuple):
     max_seqlen_k: int
 
 
-def strides_of(function: str, name: str, x, axes: tuple[int | None, ...]) -> tuple[int, ...]:
+def strides_of(x, axes: tuple[int | None, ...]) -> tuple[int, ...]:
     """Strides of the axes in elements, 0 for None and for axes that broadcast."""
-    itemsize = x.dtype.itemsize
-    found = []
-    for axis in axes:
-        stride = 0 if axis is None or x.shape[axis] == 1 else x.strides[axis]
-        if stride % itemsize:
-            checks.fail(ValueError, function, name, f"have strides that are multiples of {itemsize} bytes", x.strides)
-        found.append(stride // itemsize)
-    return tuple(found)
+    return tuple(0 if axis is None or x.shape[axis] == 1 else x.strides[axis] // x.dtype.itemsize for axis in axes)
 
 
 def access_of(x, address: int) -> int:
@@ -277,7 +270,7 @@ def problem_of(named: dict, sizes: Sizes, options: Options, access: int) -> Prob
     )
 
 
-def shape_fields(function: str, named: dict, sizes: Sizes, problem: Problem, options: Options) -> dict:
+def shape_fields(named: dict, sizes: Sizes, problem: Problem, options: Options) -> dict:
     """Return the fields of AttentionShape but for those of out and of the configuration."""
     fields = {"batches": sizes.batches, "heads": sizes.heads, "group": problem.group}
     fields |= {"seqlen_q": sizes.seqlen_q, "seqlen_k": sizes.seqlen_k}
@@ -286,16 +279,16 @@ def shape_fields(function: str, named: dict, sizes: Sizes, problem: Problem, opt
     fields |= {"window_left": problem.window_left, "window_right": problem.window_right}
     fields["scale"], fields["softcap"] = score_scales(options.scale(sizes.head_dim), options.softcap)
     for name in "qkv":
-        strides = strides_of(function, name, named[name], sizes.axes)
+        strides = strides_of(named[name], sizes.axes)
         fields |= {f"{name}_{axis}": s for axis, s in zip(AXES, strides, strict=True)}
     *lse_batch, lse_heads, lse_rows = sizes.lse
     fields |= {"lse_head": lse_rows, "lse_batch": lse_heads * lse_rows if lse_batch else 0}
     slopes, bias = named["alibi_slopes"], named["bias"]
     if slopes is not None and slopes.ndim == 2:
-        fields["alibi_batch"] = strides_of(function, "alibi_slopes", slopes, (0,))[0]
+        fields["alibi_batch"] = strides_of(slopes, (0,))[0]
     if bias is not None:
         axes = tuple(axis if axis >= 0 else None for axis in range(bias.ndim - 4, bias.ndim))
-        batch, head, row, col = strides_of(function, "bias", bias, axes)
+        batch, head, row, col = strides_of(bias, axes)
         fields |= {"bias_batch": batch, "bias_head": head, "bias_row": row, "bias_col": col}
         fields["bias_is_float"] = bias.dtype == np.float32
     return fields

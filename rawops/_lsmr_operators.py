@@ -291,6 +291,9 @@ def _contiguous(function: str, argument: str, name: str, x, like):
         rule = f"return an array of shape {like.shape} from {name}"
         fail(ValueError, function, argument, rule, getattr(x, "shape", type(x).__name__))
     arrays.device_of(function, **{"the solver's vectors": like, f"what {name} of {argument} returns": x})
+    if x.dtype.kind == "c" and like.dtype.kind != "c":
+        hint = "Give the operator a complex dtype."
+        fail(TypeError, function, argument, f"return real numbers from {name}, as its dtype says", x.dtype, hint)
     x = x.astype(like.dtype, copy=False)
     return x if x.flags.c_contiguous else x.copy()
 
@@ -314,9 +317,11 @@ def _dense(function: str, A):
         hint = "Pass a SparseMatrix, a GPU array, or an object with shape, dtype, matvec and rmatvec."
         fail(TypeError, function, "A", "be a matrix or an operator", type(A).__name__, hint)
     (A,), _ = arrays.take(function, A=A)
+    device = arrays.device_of(function, A=A)
+    checks.on_elements(function, "A", A, device.pointer(A))
     if A.dtype.name not in DTYPES:
         if A.dtype.kind not in "biuf":
             checks.dtype(function, "A", A, DTYPES)
-        with arrays.device_of(function, A=A).current():
+        with device.current():
             A = A.astype("float32" if A.dtype.itemsize == 2 and A.dtype.kind == "f" else "float64")
     return A

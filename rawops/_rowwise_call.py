@@ -267,9 +267,9 @@ def _prepare_norm(function: str, operands: tuple, addresses: list, options: tupl
     named = (x, residual, result or out, residual_out)
     order = (_X, _RESIDUAL, _OUT, _RESIDUAL_OUT)
     names = ("x", "residual", "out", "residual_out")
-    rows = rows_of(function, names, named, [addresses[i] for i in order], x.shape[:-1])
+    rows = rows_of(named, [addresses[i] for i in order], x.shape[:-1])
     given = {"weight": _WEIGHT, "bias": _BIAS}
-    vectors = rows_of(function, tuple(given), (weight, bias), [addresses[i] for i in given.values()], ())
+    vectors = rows_of((weight, bias), [addresses[i] for i in given.values()], ())
     whole = access_of(vectors.views, x.dtype.itemsize) * x.dtype.itemsize == 16
     access = access_of(rows.views if whole else (*rows.views, *vectors.views), x.dtype.itemsize, x.shape[-1])
     columns = {"whole_weights": int(whole)} | {
@@ -289,7 +289,7 @@ def _prepare_softmax(function: str, operands: tuple, addresses: list, options: t
     apart = keep_apart(operands, 1, (0,), same=0)
     if x.size == 0:
         return Plan(device, apart, (None, result), None)
-    rows = rows_of(function, ("x", "out"), (x, result or out), addresses, x.shape[:-1])
+    rows = rows_of((x, result or out), addresses, x.shape[:-1])
     access = access_of(rows.views, x.dtype.itemsize, x.shape[-1])
     places = {"x": 0, "out": 1}
     launch = team_launch(device, SOFTMAX, rows, x.shape[-1], access, places, {"dtype": dtype})
@@ -309,7 +309,7 @@ def _prepare_sum(function: str, operands: tuple, addresses: list, options: tuple
     apart = keep_apart(operands, 1, (0,))
     if 0 in target.shape:
         return Plan(device, apart, (None, result), None)
-    rows = rows_of(function, ("x", "out"), (x, target), addresses, x.shape[:-1])
+    rows = rows_of((x, target), addresses, x.shape[:-1])
     access = access_of(rows.views[:1], x.dtype.itemsize, x.shape[-1])
     launch = _sum_launch(device, rows, x.shape[-1], access, dtype, dtypes.name(target.dtype))
     return Plan(device, apart, (None, result), launch)
@@ -370,7 +370,7 @@ def _prepare_activation(function: str, operands: tuple, addresses: list, options
     target = result or out
     if not gated and all(_is_dense(own) for own in (x, target)):
         x, target, shape = Dense((x.size,), x.dtype), Dense((x.size,), x.dtype), (x.size,)
-    rows = rows_of(function, ("x", "out"), (x, target), addresses, shape[:-1])
+    rows = rows_of((x, target), addresses, shape[:-1])
     up = shape[-1] * rows.views[0].col if gated else 0
     access = access_of(rows.views, x.dtype.itemsize, up, shape[-1])
     groups = rows.count * -(-shape[-1] // (16 // x.dtype.itemsize))

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rawops._runtime import checks
-
 LEADING = 4  # axes before the last one that a kernel knows
 MAX_COLS = 2**31 - 2**16  # leaves the kernels' int arithmetic room
 TEAMS = (8, 32, 128, 256, 512)  # threads of a block that have one row
@@ -88,14 +86,13 @@ class Dense:
         return tuple(math.prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(self.ndim))
 
 
-def rows_of(function: str, names: tuple[str, ...], arrays: tuple, addresses: list, lead: tuple[int, ...]) -> Rows:
+def rows_of(arrays: tuple, addresses: list, lead: tuple[int, ...]) -> Rows:
     """Describe arrays whose axes are `lead`, then others, the last of which has the columns; or `lead` alone."""
     strides: list = []
-    for name, x, address in zip(names, arrays, addresses, strict=True):
+    for x in arrays:
         if x is None:
             strides.append(None)
             continue
-        checks.on_elements(function, name, x, address)
         strides.append([s if extent != 1 else 0 for s, extent in zip(x.strides, x.shape, strict=True)])
     axes = _merged(lead, [None if own is None else own[: len(lead)] for own in strides])
     extra, axes = axes[:-LEADING], axes[-LEADING:]

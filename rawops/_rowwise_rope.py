@@ -73,13 +73,12 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
     places = {"q": _Q, "k": _K, "q_out": _Q_OUT, "k_out": _K_OUT, "positions": _POSITIONS, "cos": _COS, "sin": _SIN}
     named = (*turned, module.broadcast_to(positions, tuple(lead)))
     order = list(places.values())[:5]
-    rows = rows_of(function, tuple(places)[:5], named, [addresses[i] for i in order], tuple(lead))
+    rows = rows_of(named, [addresses[i] for i in order], tuple(lead))
     steps = [0 if x is None else x.strides[-2] // x.dtype.itemsize for x in turned]
     width = width_of(rows.views[:4], q.dtype.itemsize, pairs, *(s for s, x in zip(steps, turned, strict=True)))
     tables: dict[str, int] = {}
     for name, table in (("cos", cos), ("sin", sin)):
         if table is not None:
-            checks.on_elements(function, name, table, addresses[places[name]])
             step, col = (s // table.dtype.itemsize for s in table.strides)
             tables |= {f"{name}_step": step, f"{name}_col": col, "table_rows": table.shape[0]}
     turns = {f"turns{i}": theta ** (-i / pairs) / math.tau for i in range(pairs)} if cos is None else {}

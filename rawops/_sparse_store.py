@@ -82,17 +82,20 @@ class Store:
         return self.profiles[way]
 
     def update(self, data) -> None:
-        """Write other values into all formats, in place: captured graphs see them."""
-        self.updates += 1
+        """Write other values into all formats, in place: captured graphs see them.
+
+        What takes memory comes first: where there is none, nothing has changed.
+        """
         values = self.values
-        if len(self.rows) == 2 and self.derived_order is None:  # first, since it may not fit into memory
+        if len(self.rows) == 2 and self.derived_order is None:
             self.derived_order = formats.column_order(values)
-        if self.order is None:
-            values.data[...] = data[: values.nnz]
-        else:
-            values.data[...] = formats.gather(self.device, data, self.order, self.starts)
-        if len(self.rows) == 2:
-            self.rows[not self.given].data[...] = formats.gather(self.device, values.data, self.derived_order)
+        is_given = self.order is None
+        data = data[: values.nnz] if is_given else formats.gather(self.device, data, self.order, self.starts)
+        derived = formats.gather(self.device, data, self.derived_order) if len(self.rows) == 2 else None
+        self.updates += 1
+        values.data[...] = data
+        if derived is not None:
+            self.rows[not self.given].data[...] = derived
         for product in self.products.values():
             if isinstance(product, ByPacked):
                 product.update()

@@ -239,7 +239,7 @@ class LSMR(NotCopied, instead="Make a new one of A."):
             x0 = engine.start_of(reports, x0)
             squares = engine.residuals(b, x0, self._settings.damp)
             x = engine.solution(x0)
-            x = (x.copy() if x is engine.x else x).reshape(self.shape[1], -1)
+            x = (x.copy() if x is engine.x else x).reshape(self.shape[1], problem.b.shape[1])
         status = [Status(int(r["istop"]), r, squares[:, i], self._settings) for i, r in enumerate(reports)]
         istop, itn, *norms = (np.array([r[name] for r in reports]) for name in ("istop", "itn", *HISTORY))
         return LSMRResult(problem.give(x), istop.astype(int), itn.astype(int), *norms, history=kept, status=status)
@@ -280,6 +280,9 @@ class LSMR(NotCopied, instead="Make a new one of A."):
         given = dict(zip(names, (b, x0), strict=True))
         (b, x0), give = arrays.take(function, **given)
         device = arrays.device_of(function, **dict(zip(names, (b, x0), strict=True)))
+        for name, x in zip(names, (b, x0), strict=True):
+            if x is not None:
+                checks.on_elements(function, name, x, device.pointer(x))
         if self._product.device not in (None, device):
             fail(ValueError, function, names[0], f"be on the device of A ({self._product.device})", str(device))
         shape = _vector if names[0] == "b" else functools.partial(_columns, columns=b.shape[1:])

@@ -54,6 +54,11 @@ class Device:
         self._guarded.append((whole, size))
         return whole[GUARD : GUARD + size].reshape(shape)
 
+    @staticmethod
+    def between(array):
+        """An array of this shape and dtype whose elements lie on no multiples of their size: a kernel would fault."""
+        return array.reshape(-1).view("u1").repeat(2)[1 : 1 + array.nbytes].view(array.dtype).reshape(array.shape)
+
     def check_guards(self) -> None:
         for whole, size in self._guarded:
             host = self.get(whole)

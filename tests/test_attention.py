@@ -404,6 +404,15 @@ def test_what_equals_a_right_argument_is_still_wrong(right, wrong):
             call(**{name: wrong})
 
 
+@pytest.mark.parametrize("name", ["q", "v", "bias", "out"])
+def test_arrays_between_elements_are_refused(device, name):
+    arrays = {"q": np.zeros((2, 3, 4, 64)), "v": np.zeros((2, 5, 2, 64)), "bias": np.zeros((3, 5))}
+    x = device.between(arrays.get(name, arrays["q"]).astype(np.float16))
+    message = f"flash_attention: {name} must lie on whole elements, got address"
+    with rawops.emulate(), pytest.raises(ValueError, match=message):
+        call(**{name: x})
+
+
 def test_dtypes_differ():
     with rawops.emulate(), pytest.raises(TypeError, match="v must have dtype float16, got bfloat16"):
         call(v=np.zeros((2, 5, 2, 64), BFLOAT16))

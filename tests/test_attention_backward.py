@@ -261,6 +261,16 @@ def test_wrong_arguments(rng, name):
         flash_attention_backward(**arguments)
 
 
+@pytest.mark.parametrize("name", ["dout", "lse", "dk"])
+def test_arrays_between_elements_are_refused(device, rng, name):
+    dout, q, k, v = map(device.put, operands(rng, Sq=3, Sk=5))
+    lse = device.put(np.zeros((1, q.shape[2], 3), np.float32))
+    arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": dout.copy(), "lse": lse, "dk": k.copy()}
+    arguments[name] = device.between(arguments[name])
+    with pytest.raises(ValueError, match=f"flash_attention_backward: {name} must lie on whole elements, got address"):
+        flash_attention_backward(**arguments)
+
+
 @pytest.mark.parametrize(("gradient", "other"), [("dq", "q"), ("dv", "dout"), ("dk", "v"), ("dq", "dk")])
 def test_gradients_have_memory_of_their_own(rng, gradient, other):
     dout, q, k, v = operands(rng, Sq=5, Sk=5, Hq=1)

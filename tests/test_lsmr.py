@@ -345,6 +345,9 @@ def test_operator_that_returns_nonsense_raises(device):
     operator = rawops.LinearOperator((3, 2), lambda x: x, lambda u: u[:2], "float64")
     with pytest.raises(ValueError, match=r"A must return an array of shape \(3,\) from matvec, got \(2,\)"):
         rawops.lsmr(operator, device.put(np.ones(3)))
+    operator = rawops.LinearOperator((2, 2), lambda x: x, lambda u: 1j * u, "float64")
+    with pytest.raises(TypeError, match="A must return real numbers from rmatvec, as its dtype says, got complex128"):
+        rawops.lsmr(operator, device.put(np.ones(2)))
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
@@ -455,6 +458,27 @@ def test_a_solve_that_is_cut_short_leaves_later_uploads_alone(device, rng):
             rawops.lsmr(a, b, atol=0, btol=0, conlim=0, callback=stop)
         uploaded = [cupy.asarray(np.full(100, 7.0)) for _ in range(4)]
         assert all((x.get() == 7).all() for x in uploaded)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_is_cut_short_leaves_no_graph(device, rng, monkeypatch):
+    """A Ctrl-C while iterations are recorded: the next solve has whole ones."""
+    a, b = system(rng, 200, 80, np.linspace(1, 9, 80))
+    solver, b = rawops.LSMR(device.put(a), maxiter=300, atol=0, btol=0, conlim=0), device.put(b)
+    expected = solver.solve(b)
+    cut, iterate = rawops.LSMR(device.put(a), maxiter=300, atol=0, btol=0, conlim=0), Engine._iterate
+
+    def interrupted(engine):
+        if engine.vectors.early:
+            raise KeyboardInterrupt
+        iterate(engine)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "_iterate", interrupted)
+        for _ in range(40):
+            cut.solve(b)
+    found = cut.solve(b)
+    assert found.itn == expected.itn and (found.x == expected.x).all()
 
 
 def test_show(device, rng, capsys):
@@ -571,6 +595,14 @@ def test_mistakes(device, error, message, options):
 def test_mistakes_of_an_operator(message, arguments):
     with pytest.raises(TypeError, match=f"^LinearOperator: {message}"):
         rawops.LinearOperator(*arguments, "float64")
+
+
+@pytest.mark.parametrize("name", ["A", "b", "x0"])
+def test_arrays_between_elements_are_refused(device, name):
+    arguments = put_all(device, A=np.ones((4, 4)), b=np.ones(4), x0=np.ones(4))
+    arguments[name] = device.between(arguments[name])
+    with pytest.raises(ValueError, match=f"^lsmr: {name} must lie on whole elements"):
+        rawops.lsmr(**arguments)
 
 
 def test_host_arrays_are_refused():

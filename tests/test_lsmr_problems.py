@@ -84,6 +84,14 @@ def test_solve_many_of_no_columns(device):
     assert (ours.status, ours.history["normr"].shape) == ([], (0, 0))
 
 
+@pytest.mark.parametrize("shape", [(4, 0), (0, 3), (0, 0)])
+def test_solve_many_of_an_empty_matrix(device, shape):
+    ours = rawops.LSMR(device.put(np.ones(shape))).solve_many(device.put(np.ones((shape[0], 2))))
+    assert ours.x.shape == (shape[1], 2) and (device.get(ours.x) == 0).all()
+    assert ours.istop.tolist() == ours.itn.tolist() == [0, 0]
+    np.testing.assert_allclose(ours.normr, [shape[0] ** 0.5] * 2)
+
+
 def test_solve_many_mistakes(device):
     solver = rawops.LSMR(device.put(np.ones((4, 3))))
     for options, message in (

@@ -336,6 +336,16 @@ def test_mistakes(device, rng, message):
         rawops.paged_attention(**arrays | {name: change(arrays) for name, change in changes.items()})
 
 
+@pytest.mark.parametrize("name", ["q", "pages", "block_table", "seq_lens"])
+def test_arrays_between_elements_are_refused(device, rng, name):
+    p = Paged(rng, [5, 20], 2, 64, 16)
+    arrays = {"q": queries(rng, 2, 4, 64), "pages": p.pages, "block_table": p.table, "seq_lens": p.lens}
+    arrays = {n: device.put(x) for n, x in arrays.items()}
+    arrays[name] = device.between(arrays[name])
+    with pytest.raises(ValueError, match=f"paged_attention: {name} must lie on whole elements, got address"):
+        rawops.paged_attention(**arrays)
+
+
 @pytest.mark.gpu
 def test_graph_follows_the_lengths(rng):
     """One captured launch, replayed with lengths from 1 to the table's end."""

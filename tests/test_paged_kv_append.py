@@ -212,6 +212,16 @@ def test_mistakes(device, rng, message):
     assert (device.get(arrays["pages"]) == PATTERN).all()
 
 
+@pytest.mark.parametrize("name", ["k", "pages", "positions"])
+def test_arrays_between_elements_are_refused(device, rng, name):
+    k, v = map(device.put, tokens(rng, 2, 2, 8))
+    arrays = {"k": k, "v": v, "pages": pool(device, 4, 16, 2, 8)}
+    arrays |= {"block_table": device.put(np.zeros((2, 1), np.int32)), "positions": device.put(np.zeros(2, np.int32))}
+    arrays[name] = device.between(arrays[name])
+    with pytest.raises(ValueError, match=f"append_paged_kv: {name} must lie on whole elements, got address"):
+        rawops.append_paged_kv(**arrays)
+
+
 @pytest.mark.parametrize("written", ["pages", "q_out"])
 def test_what_cannot_be_written(device, rng, written):
     k, v = map(device.put, tokens(rng, 2, 2, 8))

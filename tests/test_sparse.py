@@ -406,16 +406,26 @@ def test_update_values(device, rng, form):
         same(device, A.T @ device.put(u), made.dense().T @ u)
 
 
-def test_update_values_that_fails_changes_neither_direction(device, rng, monkeypatch):
-    """The order by column, which the first call makes, may not fit into memory."""
+@pytest.mark.parametrize(("step", "good"), [("column_order", 0), ("gather", 0), ("gather", 1)])
+def test_update_values_that_fails_changes_neither_direction(device, rng, monkeypatch, step, good):
+    """The order by column, which the first call makes, or the values in it may not fit into memory."""
     made = Coordinates(rng, (14, 9), 6)
-    A = made.put(device)
+    A = made.put(device, "coo")
+    real, calls = getattr(_sparse_formats, step), []
+
+    def fail(*arguments):
+        calls.append(1)
+        if len(calls) > good:
+            raise MemoryError
+        return real(*arguments)
+
     with monkeypatch.context() as patch:
-        patch.setattr(_sparse_formats, "column_order", lambda rows: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(_sparse_formats, step, fail)
         with pytest.raises(MemoryError):
             A.update_values(device.put(2 * made.data))
-    x = integers(rng, 9, "float32")
+    x, u = integers(rng, 9, "float32"), integers(rng, 14, "float32")
     same(device, A @ device.put(x), made.dense() @ x)
+    same(device, A.T @ device.put(u), made.dense().T @ u)
 
 
 @pytest.mark.parametrize("form", ["csr", "csc"])
@@ -547,6 +557,7 @@ def test_products_are_checked(device, rng):
     x = device.put(np.ones(6, np.float32))
     y = device.put(np.full(4, 7, np.float32))
     one = device.xp.lib.stride_tricks.as_strided(y[:1], (4,), (0,))
+    between = device.between
     for call, kind, message in [
         (lambda: A @ y, ValueError, r"matvec: x must have shape \(6,\), got shape \(4,\)"),
         (lambda: A.rmatvec(x), ValueError, r"rmatvec: x must have shape \(4,\)"),
@@ -561,6 +572,10 @@ def test_products_are_checked(device, rng):
         (lambda: A.matvec(x, device.put(np.ones(1)), out=y), ValueError, "alpha must have shape"),
         (lambda: A.matvec(x, device.put(np.ones((), np.float32)), out=y), TypeError, "dtype float64"),
         (lambda: A @ device.put(np.ones((4, 2), np.float32)), ValueError, r"matmat: x must have shape \(6, any\)"),
+        (lambda: A @ between(x), ValueError, "matvec: x must lie on whole elements"),
+        (lambda: A.matvec(x, out=between(y)), ValueError, "out must lie on whole elements"),
+        (lambda: A.matvec(x, between(device.put(np.ones(()))), out=y), ValueError, "alpha must lie on whole"),
+        (lambda: A.update_values(between(x)), ValueError, "data must lie on whole elements"),
         (lambda: A.update_values(x), ValueError, "data must have shape"),
         (lambda: A.update_values(device.put(np.ones(8))), TypeError, "float32 holds, got float64"),
     ]:
