@@ -157,7 +157,8 @@ def sizes_of(function: str, named: dict, varlen: Layout | None, dtypes: tuple = 
             checks.fail(ValueError, function, name, f"have {ndim} dimensions {shape}", f"shape {tuple(x.shape)}")
     *rows_q, heads, head_dim = q.shape
     *rows_k, kv_heads, _ = k.shape
-    checks.shape(function, "k", k, (*q.shape[: ndim - 3], *k.shape[ndim - 3 : -1], head_dim), "q and k share head_dim.")
+    hint = f"q and k share {'head_dim' if ndim == 3 else 'batch and head_dim'}."
+    checks.shape(function, "k", k, (*q.shape[: ndim - 3], *k.shape[ndim - 3 : -1], head_dim), hint)
     checks.shape(function, "v", v, (*k.shape[:-1], v.shape[-1]), "v is k's but for its own head_dim.")
     for name, x in (("q", q), ("v", v)):
         if x.shape[-1] > _MAX_HEAD_DIM:

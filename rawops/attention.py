@@ -257,8 +257,9 @@ def flash_attention_backward(
     -----
     Nothing synchronises. On Hopper, without a bias and with rows that TMA can read, blocks add to one float32 dq in the
     order in which they come, which moves its last bits from call to call, unless it is `deterministic`. Elsewhere there
-    are no atomics: the same call gives the same bits. What hidden keys hold is multiplied by weights of 0: other than
-    in the forward pass, a NaN or an infinity there spreads to the gradients of its tile.
+    are no atomics: the same call gives the same bits. What a key and a query that do not see each other hold is
+    multiplied by weights of 0: other than in the forward pass, a NaN or an infinity there, in dout too, spreads to the
+    gradients of its tile.
     """
     varlen = None
     longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}

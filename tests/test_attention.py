@@ -360,7 +360,7 @@ WRONG = {
     "head_dim": (ValueError, "k must have shape", {"q": np.zeros((2, 3, 4, 32))}),
     "wide": (ValueError, "at most 256", {"v": np.zeros((2, 5, 2, 257))}),
     "dimensions": (ValueError, "q must have 4 dimensions", {"q": np.zeros((3, 4, 64))}),
-    "batch": (ValueError, "k must have shape", {"q": np.zeros((3, 3, 4, 64))}),
+    "batch": (ValueError, "k must have shape .*q and k share batch and head_dim", {"q": np.zeros((3, 3, 4, 64))}),
     "none": (TypeError, "k must be an array, got None", {"k": None}),
     "window": (ValueError, "window must be between 0", {"window": (-3, None)}),
     "window kind": (TypeError, "window must be a pair", {"window": 3}),
