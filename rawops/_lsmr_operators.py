@@ -320,8 +320,9 @@ def _dense(function: str, A):
     device = arrays.device_of(function, A=A)
     checks.on_elements(function, "A", A, device.pointer(A))
     if A.dtype.name not in DTYPES:
-        if A.dtype.kind not in "biuf":
+        is_16_bit = A.dtype.name in ("float16", "bfloat16")
+        if not is_16_bit and A.dtype.kind not in "biuf":
             checks.dtype(function, "A", A, DTYPES)
         with device.current():
-            A = A.astype("float32" if A.dtype.itemsize == 2 and A.dtype.kind == "f" else "float64")
+            A = A.astype("float32" if is_16_bit else "float64")
     return A

@@ -28,7 +28,7 @@ from rawops._lsmr_operators import (
     product_of,
 )
 from rawops._lsmr_status import Progress, Status
-from rawops._runtime import arrays, checks
+from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
 from rawops._runtime.copies import NotCopied
@@ -287,8 +287,9 @@ class LSMR(NotCopied, instead="Make a new one of A."):
             fail(ValueError, function, names[0], f"be on the device of A ({self._product.device})", str(device))
         shape = _vector if names[0] == "b" else functools.partial(_columns, columns=b.shape[1:])
         b, x0 = shape(function, names[0], b, m), None if x0 is None else shape(function, names[1], x0, n)
-        inexact = [x.dtype for x in (self._product, b, x0) if x is not None and x.dtype.kind in "fc"]
-        dtype = np.result_type(*(inexact or ["float64"]), self._vectors or "float32")
+        inexact = [x.dtype for x in (self._product, b, x0) if x is not None and x.dtype.kind not in "biu"]
+        wide = (np.result_type(own, "float32") for own in inexact or ["float64"])  # no type has both kinds of 16 bits
+        dtype = np.result_type(*wide, self._vectors or "float32")
         with device.current():
             b, x0 = (x if x is None else x.astype(dtype, copy=False) for x in (b, x0))
         return _Problem(device, dtype, b, x0, give)
@@ -329,7 +330,7 @@ def _columns(function: str, name: str, x, size: int, columns: tuple):
 
 
 def _check_kind(function: str, name: str, x) -> None:
-    if x.dtype.kind not in "biufc":
+    if x.dtype.kind not in "biufc" and dtypes.name(x.dtype) != "bfloat16":
         fail(TypeError, function, name, "hold numbers", f"dtype {x.dtype}")
 
 

@@ -12,6 +12,7 @@ from scipy.sparse.linalg import lsmr as scipy_lsmr
 import rawops
 from rawops import _lsmr_small, _sparse_store
 from rawops._lsmr_engine import Engine, _Reader
+from rawops._runtime import dtypes
 from rawops._sparse_stream import ByStream
 from rawops.testing import has_gpu
 
@@ -206,6 +207,8 @@ def test_float32_far_from_1(device, rng, scale):
         ("int64", "float32", "float64"),
         ("float32", "int64", "float32"),
         ("float16", "float16", "float32"),
+        ("bfloat16", "float16", "float32"),
+        ("bfloat16", "float64", "float64"),
     ],
 )
 def test_dtypes(device, rng, dtype, b_dtype, result):
@@ -213,7 +216,7 @@ def test_dtypes(device, rng, dtype, b_dtype, result):
     a, b = system(rng, 12, 4, dtype=kind)
     if "int" in dtype:
         a, b = np.rint(3 * a), np.rint(3 * b)
-    a, b = (x.astype(t) if "complex" in t else x.real.astype(t) for x, t in ((a, dtype), (b, b_dtype)))
+    a, b = (x.astype(t) if "complex" in t else x.real.astype(dtypes.numpy(t)) for x, t in ((a, dtype), (b, b_dtype)))
     ours = rawops.lsmr(device.put(a), device.put(b), atol=1e-6, btol=1e-6, maxiter=8)
     assert ours.x.dtype == result
     expected = np.linalg.lstsq(a.astype(kind), b.astype(kind))[0]
