@@ -79,7 +79,7 @@ def flash_attention(
     alibi_slopes : array (num_heads,) or (batch, num_heads), optional
         float32. The distance is from key j to ``i + seqlen_k - seqlen_q``.
     bias : array broadcastable to (batch, num_heads, seqlen_q, seqlen_k), optional
-        Of q's dtype or float32. -inf hides a key.
+        Of q's dtype or float32. -inf takes a key's weight, but not a NaN or an infinity that its k or v has.
     num_splits : int, optional
         Ranges of keys that blocks of their own work on, merged by a second kernel, 1 to 256, and no more than there
         are blocks of keys. If left out, as many as it takes to keep the GPU busy.
@@ -117,8 +117,8 @@ def flash_attention(
     -----
     Products accumulate in float32, as do maximum, sum and result of each row; the weights are rounded to the inputs'
     dtype for the product with v. Nothing synchronises, and nothing is added up by atomics: the same call gives the same
-    bits. A NaN or an infinity at a hidden key stays hidden. To capture it in a CUDA graph, use `FlashAttention` with
-    ``out=``.
+    bits. A NaN or an infinity at a key that causality or the window hides stays hidden. To capture it in a CUDA graph,
+    use `FlashAttention` with ``out=``.
 
     q, k and v of float8_e4m3fn give bfloat16, or float16 with an ``out`` of it. Weights are then rounded to float8,
     after they were multiplied by 16, which its range has room for; the tensor cores add products of float8 with
