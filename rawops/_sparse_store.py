@@ -103,18 +103,24 @@ class Store:
     def tune(self) -> None:
         """Time a few kernels for each format and keep the fastest."""
         self.tunings += 1
-        for way, rows in self.rows.items():
-            if rows.nnz == 0:
-                continue
-            x, y = (self.device.empty((size,), rows.data.dtype) for size in rows.shape[::-1])
-            x[...] = 0
-            times = {}
-            for choice in candidates(self.profiles[way], self.limits(way)):
-                self.use(way, choice)
-                run = functools.partial(self.products[way].run, x, y, _ONE, _ZERO, None, False)
-                times[choice] = _elapsed(self.device, run)
-            best = min(times, key=times.get)
-            self.use(way, best._replace(why=f"fastest of {len(times)}, {times[best]:.3g} ms"))
+        for way in [way for way, rows in self.rows.items() if rows.nnz]:
+            kept = self.choices[way], self.products[way]
+            try:
+                self._tune(way)
+            except BaseException:  # no memory, a Ctrl-C
+                self.choices[way], self.products[way] = kept
+                raise
+
+    def _tune(self, way: bool) -> None:
+        rows, times = self.rows[way], {}
+        x, y = (self.device.empty((size,), rows.data.dtype) for size in rows.shape[::-1])
+        x[...] = 0
+        for choice in candidates(self.profiles[way], self.limits(way)):
+            self.use(way, choice)
+            run = functools.partial(self.products[way].run, x, y, _ONE, _ZERO, None, False)
+            times[choice] = _elapsed(self.device, run)
+        best = min(times, key=times.get)
+        self.use(way, best._replace(why=f"fastest of {len(times)}, {times[best]:.3g} ms"))
 
 
 def check_dual(function: str, dual) -> None:

@@ -519,6 +519,22 @@ def test_tuning_keeps_the_fastest(device, rng, monkeypatch):
     same(device, A @ device.put(x), made.dense() @ x)
 
 
+def test_tuning_that_fails_leaves_the_kernels_as_they_were(device, rng, monkeypatch):
+    A = Coordinates(rng, (40, 25), 4).put(device)
+    plan, products, timed = A.plan, dict(A._store.products), []
+
+    def short_of_memory(device, call):
+        timed.append(call)
+        if len(timed) == 2:
+            raise MemoryError
+        return 1.0
+
+    monkeypatch.setattr(_sparse_store, "_elapsed", short_of_memory)
+    with pytest.raises(MemoryError):
+        A.tune()
+    assert A.plan == plan and A._store.products == products
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
