@@ -284,6 +284,26 @@ def test_gradients_have_memory_of_their_own(rng, gradient, other):
         flash_attention_backward(**arguments)
 
 
+@pytest.mark.parametrize("first", [4, 5])
+def test_gradients_among_other_heads_of_one_array(device, rng, first):
+    """dk begins at head `first` of rows that also hold k, v (two heads each) and dv, the sixth and seventh."""
+    dout, q, k, v = operands(rng, Sq=5, Sk=5, Hq=2, Hkv=2)
+    whole = np.full((*k.shape[:2], 8, k.shape[3]), np.nan, k.dtype)
+    whole[:, :, :2], whole[:, :, 2:4] = k, v
+    whole, dout, q, lse = map(device.put, (whole, dout, q, np.zeros((k.shape[0], 2, 5), np.float32)))
+    k, v, dk, dv = (whole[:, :, i : i + 2] for i in (0, 2, first, 6))
+    arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": dout.copy(), "lse": lse}
+    if first == 5:
+        with pytest.raises(ValueError, match=r"dk must not overlap dv, got .* bytes apart"):
+            flash_attention_backward(**arguments, dk=dk, dv=dv)
+        assert np.isnan(device.get(whole)[:, :, 4:]).all()
+        return
+    want = flash_attention_backward(**arguments)
+    flash_attention_backward(**arguments, dk=dk, dv=dv)
+    for got, expected in zip((dk, dv), want[1:], strict=True):
+        np.testing.assert_array_equal(device.get(got), device.get(expected))
+
+
 @pytest.mark.parametrize("shared_bytes", [101376, 166912, 232448])
 def test_every_head_dim_fits(shared_bytes):
     for D in config.HEAD_DIMS:
