@@ -101,12 +101,15 @@ class MultiLoRA(NotCopied, instead="Make a new one of c, and load the adapters."
             Of c's dtype, any strides, any rank up to max_rank. With `slices`, sequences of arrays, one for each: a
             of (K, rank), b of (rank, stop - start), or None for both where the slice has no low-rank part.
         scaling : float
-            Usually ``lora_alpha / rank``; an infinity or a NaN reaches the rows of this adapter and no others.
+            Usually ``lora_alpha / rank``; an infinity or a NaN reaches the rows of this adapter and no others. With 0,
+            `a` and `b` are not read.
         """
         function = self._load_function
         slot = self._checked_slot(function, slot)
-        scaling = dtypes.as_float32(checks.number(function, "scaling", scaling))
+        scaling = checks.number(function, "scaling", scaling)
         pairs = take_factors(function, self.c, a, b, self.slices, self.max_rank)
+        if scaling == 0:  # a and b are not read, as by `lora_linear`
+            pairs = [None] * len(pairs)
         self._loaded.discard(slot)
         stack, K = self._stack, self.c.shape[0]
         with self._device.current():
@@ -118,7 +121,7 @@ class MultiLoRA(NotCopied, instead="Make a new one of c, and load the adapters."
                     stack.a[slot, i, :rank, :K] = pair[0].T
                     stack.put_b(self._device, slot, start, stop, pair[1])
                     stack.non_finite[slot] |= has_non_finite(pair[1])
-            stack.scalings[slot] = scaling
+            stack.scalings[slot] = dtypes.as_float32(scaling)
             for i, pair in enumerate(pairs):
                 if pair is not None:
                     stack.ranks[slot, i] = pair[0].shape[1]

@@ -498,6 +498,6 @@ def test_launches_of_other_threads_leave_what_is_mapped_alone():
         other = threading.Thread(target=memory.begin)
         other.start()
         other.join()
-    assert memory.find(spans[0][0]).ranges(True, memory.begin()) == spans
+    assert memory.find(spans[0][0]).ranges(True, memory.begin()) == tuple(spans)
     memory.map(buffer[:10])
-    assert memory.find(spans[0][0]).ranges(True, memory.begin()) == spans[:1]
+    assert memory.find(spans[0][0]).ranges(True, memory.begin()) == tuple(spans[:1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -291,7 +293,21 @@ def test_memory_forgets_arrays_that_are_gone():
     memory = GlobalMemory()
     addresses = [memory.map(np.zeros(4)) for _ in range(5000)]
     assert len(set(addresses)) == 5000
-    assert len(memory._segments) < 4200
+    assert len(memory._found[0]) < 4200
+
+
+def test_threads_map_arrays_apart():
+    """Each array has a place of its own, whatever threads of one program come at the same time."""
+    interval = sys.getswitchinterval()
+    memory, arrays = GlobalMemory(), [np.zeros(i % 7 + 1) for i in range(1600)]
+    try:
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(8) as pool:
+            places = list(pool.map(memory.map, arrays, chunksize=1))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(set(places)) == len(arrays)
+    assert all(memory.find(place).host == x.ctypes.data for place, x in zip(places, arrays, strict=True))
 
 
 def test_program_is_cached_and_names_its_kernels():

@@ -80,9 +80,12 @@ def test_slot_reuse(device, rng):
         adapters = {0: adapter(rng, K, N, rank, scaling)}
         load(device, op, adapters)
         same(device, op(device.put(x), device.put(indices)), reference(x, c, adapters, indices))
-    op.unload(0)
-    got = op(device.put(x), device.put(indices))
-    np.testing.assert_array_equal(bits(device, got), bits(device, rawops.gemm(device.put(x), device.put(c))))
+    base = bits(device, rawops.gemm(device.put(x), device.put(c)))
+    nan = [device.put(np.full(shape, np.nan, np.float16)) for shape in ((K, 8), (8, N))]
+    for empty in (lambda: op.unload(0), lambda: op.load(0, *nan, scaling=0)):
+        load(device, op, adapters)
+        empty()
+        np.testing.assert_array_equal(bits(device, op(device.put(x), device.put(indices))), base)
 
 
 def test_a_load_that_fails_leaves_an_empty_slot(device, rng, monkeypatch):

@@ -131,6 +131,14 @@ def test_a_merge_that_fails(device, rng, monkeypatch, failing):
             call()
 
 
+def test_a_merge_of_numpy_arrays_outside_the_emulator():
+    with rawops.emulate():
+        op = FusedLoRA(*(np.ones((4, 4), np.float16) for _ in "cab"))
+    with pytest.raises((ImportError, TypeError), match=r"FusedLoRA\.merge: "):
+        op.merge()
+    assert op.merged is False and (op.c == 1).all()
+
+
 def test_one_slice_takes_arrays_as_they_are(device, rng):
     """As a `MultiLoRA` of one slice does."""
     x, c = integers(rng, (5, 16), "float16"), integers(rng, (16, 24), "float16")

@@ -26,21 +26,21 @@ _GAP = 1 << 20  # unmapped between allocations, so that an index that is off fau
 _TOMBSTONES = 4096  # freed allocations remembered, for the sake of messages
 
 
-Ranges = list[tuple[int, int]]  # disjoint and ascending
+Ranges = tuple[tuple[int, int], ...]  # disjoint and ascending; another thread may be looking through them
 
 
 @dataclass(slots=True)
 class Mapped:
     """The address ranges that views cover, and those that writeable ones do."""
 
-    readable: Ranges = field(default_factory=list)
-    writable: Ranges = field(default_factory=list)
+    readable: Ranges = ()
+    writable: Ranges = ()
 
     def add(self, span: tuple[int, int], writable: bool) -> None:
         """Add what a view covers."""
-        _join(self.readable, span)
+        self.readable = _join(self.readable, span)
         if writable:
-            _join(self.writable, span)
+            self.writable = _join(self.writable, span)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,8 +102,8 @@ class GlobalMemory:
     """The global memory of an emulated device; it has to live as long as addresses into it do."""
 
     def __init__(self) -> None:
-        self._segments: list[Segment] = []
-        self._starts: list[int] = []
+        self._found: tuple[list[Segment], list[int]] = [], []  # segments, and where they start
+        self._lock = threading.Lock()  # of what maps: threads look up addresses without it
         self._by_root: dict[int, Segment] = {}
         self._next = _FIRST
         self._numbers = itertools.count()
@@ -128,25 +128,27 @@ class GlobalMemory:
         next launch only the bytes between its lowest and its highest element are accessible, and only for
         reading if it is read-only. When the array that owns the buffer is gone, accesses raise.
         """
-        root = _root(array)
-        segment = self._by_root.get(id(root))
-        if segment is None or not segment.alive:
-            segment = self._add(root)
-        segment.name = f"{array.dtype} array of shape {array.shape}"
-        low, high = _extent(array)
-        span = (segment.base + low - segment.host, segment.base + high - segment.host) if array.size else None
-        segment.map(span, array.flags.writeable, self._next_launch())
+        root, (low, high) = _root(array), _extent(array)
+        with self._lock:
+            segment = self._by_root.get(id(root))
+            if segment is None or not segment.alive:
+                segment = self._add(root)
+            segment.name = f"{array.dtype} array of shape {array.shape}"
+            span = (segment.base + low - segment.host, segment.base + high - segment.host) if array.size else None
+            segment.map(span, array.flags.writeable, self._next_launch())
         return segment.base + array.ctypes.data - segment.host
 
     def find(self, address: int) -> Segment | None:
         """The last segment that starts at or before an address."""
-        at = bisect_right(self._starts, address)
-        return self._segments[at - 1] if at else None
+        segments, starts = self._found
+        at = bisect_right(starts, address)
+        return segments[at - 1] if at else None
 
     def nearest(self, address: int) -> Segment | None:
         """The segment closest to an address."""
-        at = bisect_right(self._starts, address)
-        around = self._segments[max(at - 1, 0) : at + 1]
+        segments, starts = self._found
+        at = bisect_right(starts, address)
+        around = segments[max(at - 1, 0) : at + 1]
         return min(around, key=lambda s: max(s.base - address, address - s.base - s.size + 1), default=None)
 
     def _add(self, root: np.ndarray) -> Segment:
@@ -155,12 +157,13 @@ class GlobalMemory:
         segment = Segment(base, high - low, low, "")
         segment.make_views()
         self._next = -(-(base + segment.size + _GAP) // _ALIGNMENT) * _ALIGNMENT
-        if len(self._segments) > _TOMBSTONES:
-            self._segments = [s for s in self._segments if s.alive]
-            self._starts = [s.base for s in self._segments]
+        if len(self._found[0]) > _TOMBSTONES:
+            alive = [s for s in self._found[0] if s.alive]
+            self._found = alive, [s.base for s in alive]
             self._by_root = {root: s for root, s in self._by_root.items() if s.alive}
-        self._segments.append(segment)
-        self._starts.append(base)
+        segments, starts = self._found
+        segments.append(segment)  # first: whoever finds the start finds the segment
+        starts.append(base)
         self._by_root[id(root)] = segment
         weakref.finalize(root, segment.bury).atexit = False
         return segment
@@ -262,14 +265,14 @@ def _extent(array: np.ndarray) -> tuple[int, int]:
     return low, high
 
 
-def _join(ranges: Ranges, new: tuple[int, int]) -> None:
-    """Add a range to disjoint ascending ones, in place."""
+def _join(ranges: Ranges, new: tuple[int, int]) -> Ranges:
+    """Add a range to disjoint ascending ones."""
     if any(start <= new[0] and new[1] <= end for start, end in ranges):
-        return
+        return ranges
     merged: list[tuple[int, int]] = []
     for start, end in sorted([*ranges, new]):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
             merged.append((start, end))
-    ranges[:] = merged
+    return tuple(merged)
