@@ -5,9 +5,9 @@
 namespace rawops {
 
 template <class T, class Out, int BLOCK_M, int BLOCK_N, int STAGES, bool kAKMajor, bool kBKMajor, int kActivation,
-          int kFinish, int RANK, bool kRides, int kLoraA, bool kLoraBKMajor,
-          class Tile = HopperTile<T, Out, BLOCK_M, BLOCK_N, STAGES, 1, kAKMajor, kBKMajor, kActivation, kFinish, false,
-                                  LowRank<RANK, kRides, kLoraA, kLoraBKMajor>>>
+          int kFinish, int RANK, bool kRides, int kLoraA, bool kLoraBKMajor, bool kPingPong,
+          class Tile = HopperTile<T, Out, BLOCK_M, BLOCK_N, STAGES, 1, kAKMajor, kBKMajor, kActivation, kFinish,
+                                  kPingPong, LowRank<RANK, kRides, kLoraA, kLoraBKMajor>>>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     lora_sm90(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmParams params,
               const __grid_constant__ LowRankCall low_rank, int raster_group) {

@@ -119,11 +119,13 @@ def plan(
         choices["cluster"] = config.cluster
     low_rank_call = None
     if low_rank is not None:
-        choices |= {"rank": min(problem.rank, RANKS[-1]), "rides": config.rides}
+        step = config.rank_step(problem)
+        choices |= {"rank": step, "rides": config.rides}
         choices["lora_a"] = low_rank.a_layout(K) if config.rides else BY_K
         choices["lora_b_k_major"] = low_rank.majors(N, K)[1]
-        low_rank_call = low_rank.call(device, N, K, min(problem.rank, RANKS[-1]), config.share(problem))
+        low_rank_call = low_rank.call(device, N, K, step, config.share(problem))
         spec = LORA if config.cluster == 1 else LORA_CLUSTER
+        choices |= {"ping_pong": config.ping_pong} if config.cluster == 1 else {}
     elif config.cluster > 1:
         spec = SM90_CLUSTER
     else:

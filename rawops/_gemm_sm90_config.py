@@ -36,7 +36,9 @@ _CLUSTER_BYTES = 80
 _COST_OF_RIDING = 10  # of lora_a's columns, beyond their number
 _COST_OF_READING = 700  # of a launch more, which makes x @ a and
 _COST_OF_NARROW, _COST_OF_NARROW_RANK = 83, 18  # takes for 256 rows of a K block, and for sixteen ranks more
-_COST_OF_SLICE = 40  # of sixteen ranks, beyond their products
+_COST_OF_SLICE = 40  # of sixteen ranks, beyond their products; where consumers take turns, which hides them,
+_COST_OF_SLICE_IN_TURN = 1000
+_COLUMNS_IN_TURN = 3500  # of all tiles of a block, at least, where they do
 _COST_OF_SPLIT = 4400  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
@@ -98,7 +100,9 @@ class Problem:
     def widths(self, step: int, block_m: int, cluster: int, ping_pong: bool) -> list[int]:
         """Columns of a tile for which a consumer has registers, multiples of `step`."""
         wide = block_m == 64 or not (ping_pong or cluster > 1)
-        widest = 256 if wide else 128 if ping_pong and self.finish not in (PLAIN, BIASED) else 192
+        beside_bias = 176 if self.rank else 192
+        in_turn = {PLAIN: 192, BIASED: beside_bias}.get(self.finish, 128)
+        widest = 256 if wide else in_turn if ping_pong else 192
         return list(range(step, widest + 1, step))
 
     def row_tiles(self, block_m: int) -> int:
@@ -167,6 +171,10 @@ class Config:
         """Columns of D that a consumer stages at a time."""
         return min(self.share(problem), 32) if self.ping_pong else self.share(problem)
 
+    def rank_step(self, problem: Problem) -> int:
+        """Ranks of a low-rank part that a consumer adds at a time."""
+        return RANKS[0] if self.ping_pong else min(problem.rank, RANKS[-1])
+
     def stage_bytes(self, problem: Problem) -> int:
         """Shared memory of a stage: operands, scales, and the barriers `full` and `empty`."""
         rows = self.block_m + self.block_n + self.rides * problem.rank
@@ -176,6 +184,8 @@ class Config:
         """Shared memory beside the ring: lora_b, staging tiles and slabs of the consumers, further barriers."""
         share = self.share(problem)
         staging = 0 if problem.finish in (DIRECT, PARTIAL) else self.rows * self.pass_cols(problem) * 2
+        if self.ping_pong and problem.rank:  # lora_b comes to the same place
+            staging = max(staging, self.rank_step(problem) * share * problem.parts * 2)
         bias = 4 * share * problem.parts
         slabs = {PLAIN: 0, PARTIAL: 0, BIASED: bias}.get(problem.finish, _SLAB_BYTES)
         lora_b = problem.rank * share * problem.parts * 2 if self.cluster > 1 else 0  # which goes through the ring else
@@ -207,12 +217,10 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
     step = 32 if problem.parts == 2 else 16
     if not problem.b_k_major:  # boxes of 64 columns
         step = 64 * problem.parts
-    if problem.grouped:
+    if problem.grouped or problem.rank > RANKS[-1]:
         ways = [(1, False, False), (1, True, False)]
-    elif problem.rank > RANKS[-1]:
-        ways = [(1, False, False)]
     elif problem.rank:
-        ways = [(cluster, False, rides) for cluster in (1, *CLUSTERS) for rides in (True, False)]
+        ways = [(cluster, False, rides) for cluster in (1, *CLUSTERS) for rides in (True, False)] + [(1, True, False)]
     else:
         turns = [] if problem.transposed else [(1, True, False)]
         ways = [(1, False, False), *turns, *((cluster, False, False) for cluster in problem.clusters)]
@@ -231,8 +239,19 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[C
                 for width in problem.widths(unit, block_m, cluster, ping_pong)
                 if width < problem.N * problem.parts + unit
             ]
-    fitting = [c for c in found if c.stages >= _MIN_STAGES]
+    fitting = [c for c in found if c.stages >= _MIN_STAGES and _may_take_turns(problem, c)]
     return sorted(fitting, key=lambda c: (c.cost, c.ping_pong, c.cluster, c.pairs, -c.block_n))
+
+
+def _may_take_turns(problem: Problem, config: Config) -> bool:
+    """Tell whether consumers may take turns with a low-rank part; they always may without one.
+
+    What makes x @ a beside them takes two or three times as long as alone. The blocks that wait for its SMs have a tile
+    less to do, but a narrow one: of K = 4096 they are through 10 to 30 us late, which few columns do not make up for.
+    """
+    if not (config.ping_pong and problem.rank):
+        return True
+    return config.block_m == 128 and config.waves * config.block_n >= _COLUMNS_IN_TURN
 
 
 _HALVED_ROWS, _HALVED_COLUMNS = 16, 224  # at most, at least
@@ -325,7 +344,7 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     one of 64 rows the latter. A tile takes 350 more, or what its epilogue takes, and what its part in a cluster and its
     low-rank part take; that hides behind the main loop of the next if consumers take turns, but for what a longer
     epilogue than the plain one takes away from it: the more the narrower the tile is, whose main loop needs more of the
-    shared memory.
+    shared memory. Of a low-rank part the products remain.
     """
     cluster, rows = config.cluster, min(problem.M, config.block_m)
     columns = config.block_n + (problem.rank + _COST_OF_RIDING if config.rides else 0)
@@ -345,8 +364,10 @@ def _cost(problem: Problem, config: Config, sm_count: int, tiles: int, at_a_time
     if cluster > 1:
         finish += _COST_OF_CLUSTER + config.block_m * columns * 4 // _CLUSTER_BYTES
     if config.ping_pong:
+        finish, ranks = problem.cost_of_tile, slices * _COST_OF_SLICE_IN_TURN
+        main_loop += slices * config.block_n * config.block_m // 200
         more = max(0, finish - _COST_OF_TILE[PLAIN]) * (256 - config.block_n) // 256
-        main_loop, finish = max(main_loop, finish) + more, finish // config.waves
+        main_loop, finish = max(main_loop, finish + ranks) + more, finish // config.waves
     memory = (problem.batches * problem.N * problem.parts + tiles * rows // 4) * problem.K
     memory = memory * problem.itemsize // _MEMORY_BYTES
     memory += memory * (sm_count - config.blocks) // (4 * sm_count) if config.blocks < sm_count else 0

@@ -24,9 +24,8 @@ class MultiLoRA(NotCopied, instead="Make a new one of c, and load the adapters."
 
     Row i of the result is ``activation(x[i] @ c + scaling * (x[i] @ a) @ b + bias) + residual[i]`` with the adapter in
     slot ``lora_indices[i]``. Both products are added in one float32 accumulator before the only write of the result,
-    and the intermediate ``x @ a`` is float32; where up to 64 rows with up to sixteen ranks give a bfloat16 result on
-    Hopper, it meets ``b`` with 16 bits. Rows without an adapter have the bits of `rawops.gemm`, as it is
-    configured without tuning.
+    and the intermediate ``x @ a`` is float32, of which a bfloat16 result on Hopper may take 16 bits. Rows without an
+    adapter have the bits of `rawops.gemm`, as it is configured without tuning.
 
     One launch sorts the rows by adapter and makes ``x @ a`` on tensor cores (two launches for more than 256 rows; up to
     64 rows stay as they are on Hopper, where the GEMM does not wait for it, or makes ``x @ a`` itself, if ranks are

@@ -5,9 +5,9 @@ the only write of O, and `select_config` of _lora_config.py decides where x @ a 
 
 - It rides: the columns of a go along the K loop of x @ c as a second, narrow tile. One launch reads x once. This is
   free where the memory is the limit, which it is for the few rows of decoding.
-- It is read: a product of its own leaves x @ a in float32, and the main kernel takes it in, any rank 64 at a time. That
-  is a launch more, beside the main one on Hopper; where the tensor cores are the limit it costs less than riding, which
-  every tile repeats.
+- It is read: a product of its own leaves x @ a in float32, and the main kernel takes it in, any rank, 16 or 64 at a
+  time. That is a launch more, beside the main one on Hopper; where the tensor cores are the limit it costs less than
+  riding, which every tile repeats.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def lora_linear(
     """Compute ``activation(x @ c + scaling * (x @ a) @ b + bias) + residual`` in one pass over the result.
 
     Both products are added in one float32 accumulator before the only write of the result, and the intermediate
-    ``x @ a`` is float32: 65504 is not its limit. The low-rank factors are those of LoRA (Hu et al., 2021,
+    ``x @ a`` is float32: 65504 is not its limit. On Hopper it meets ``b`` with 16 bits where the result is bfloat16,
+    which has 8. The low-rank factors are those of LoRA (Hu et al., 2021,
     arXiv:2106.09685).
 
     Parameters

@@ -16,6 +16,8 @@ from rawops.testing.tolerances import assert_close
 FLOAT16, BFLOAT16 = np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)
 H200 = {"sm_count": 132, "max_shared_bytes": 232448}
 
+IN_TURN = {"rides": False, "ping_pong": True}  # two consumers, one of which adds y @ b while the other multiplies
+
 # block_m, block_n, cluster
 TILES = [(64, 256, 1), (64, 64, 2), (64, 256, 2), (64, 128, 8), (128, 192, 1), (128, 64, 2)]
 
@@ -46,10 +48,10 @@ def test_layouts(hopper, force, rng, layouts):
 
 @pytest.mark.parametrize("rank", [1, 5, 8, 17, 24, 40, 64])
 @pytest.mark.parametrize("layouts", ["nnnn", "nttt"])
-@pytest.mark.parametrize("rides", [True, False])
-def test_ranks(hopper, force, rng, rank, layouts, rides):
+@pytest.mark.parametrize("way", [{}, {"rides": False}, IN_TURN], ids=str)
+def test_ranks(hopper, force, rng, rank, layouts, way):
     """Ranks between the padded ones; what lies past them is NaN. x @ a made here, and by a product before."""
-    force(128, block_m=64, rides=rides)
+    force(128, block_m=64, **way)
     check(hopper, operands(rng, 50, 200, 136, rank), layouts)
 
 
@@ -94,10 +96,21 @@ def test_tiles(hopper, force, rng, block_m, block_n, cluster, layouts, dtype, ri
     check(hopper, inputs, layouts)
 
 
-@pytest.mark.parametrize("block_n", [48, 80, 208])
-def test_widths(hopper, force, rng, block_n):
+@pytest.mark.parametrize("block_n, layouts, dtype", [(192, "nnnn", FLOAT16), (128, "tttt", BFLOAT16)])
+@pytest.mark.parametrize("rank, stages", [(24, 2), (72, 3)])
+def test_consumers_take_turns(hopper, force, rng, block_n, layouts, dtype, rank, stages):
+    """128 rows each, tiles in any number, a ring longer than K; lora_b sixteen ranks at a time."""
+    force(block_n, stages=stages, **IN_TURN)
+    for M, N, K in ((136, 3 * block_n + 8, 264), (300, block_n - 8, 72)):
+        inputs = operands(rng, M, N, K, rank, dtype)
+        inputs["x"], inputs["a"], inputs["b"] = np.sign(inputs["x"]), np.sign(inputs["a"]), np.sign(inputs["b"])
+        check(hopper, inputs, layouts)
+
+
+@pytest.mark.parametrize("block_n, way", [(48, {}), (80, {}), (208, {}), (80, IN_TURN), (176, IN_TURN)])
+def test_widths(hopper, force, rng, block_n, way):
     """lora_b comes in boxes of 16 columns, or as it lies along the rank."""
-    force(block_n, block_m=64)
+    force(block_n, block_m=64, **way)
     for layouts in ("ntnn", "nttt"):
         check(hopper, operands(rng, 30, block_n + 24, 72, 16), layouts)
 
@@ -120,10 +133,10 @@ def test_boxes_are_shared_out_before_an_epilogue(hopper, force, rng, name, shape
     np.testing.assert_array_equal(hopper.get(out).astype(float), want.astype(FLOAT16).astype(float))
 
 
-@pytest.mark.parametrize("rides", [True, False])
-def test_batches(hopper, force, rng, rides):
+@pytest.mark.parametrize("way", [{}, {"rides": False}, IN_TURN], ids=str)
+def test_batches(hopper, force, rng, way):
     """Rows of x @ a are found across batches."""
-    force(64, block_m=64, rides=rides)
+    force(64, block_m=64, **way)
     inputs = operands(rng, 6 * 20, 72, 136, 8)
     x = inputs["x"].reshape(3, 2, 20, 136).swapaxes(0, 1)
     views = {name: hopper.put(inputs[name]) for name in "cab"}
@@ -135,7 +148,9 @@ def test_batches(hopper, force, rng, rides):
 
 @pytest.mark.parametrize("layouts", ["nnnn", "nttt"])
 @pytest.mark.parametrize(
-    "tile", [{"block_m": 64}, {"block_m": 64, "cluster": 2}, {"block_m": 128, "rides": False}], ids=str
+    "tile",
+    [{"block_m": 64}, {"block_m": 64, "cluster": 2}, {"block_m": 128, "rides": False}, {"block_m": 128, **IN_TURN}],
+    ids=str,
 )
 def test_epilogue(hopper, force, rng, layouts, tile):
     """swiglu, whose tile holds columns of gate and of up, with bias and residual."""
@@ -155,7 +170,7 @@ def test_epilogue(hopper, force, rng, layouts, tile):
 
 
 @pytest.mark.parametrize("rank", [8, 40])
-@pytest.mark.parametrize("tile", [{}, {"cluster": 2}, {"rides": False}], ids=str)
+@pytest.mark.parametrize("tile", [{}, {"cluster": 2}, {"rides": False}, IN_TURN], ids=str)
 def test_intermediate_is_float32(hopper, force, rng, rank, tile):
     """In a float32 result, where a rounding of x @ a to 16 bits, or to TF32, would show; and past 65504."""
     force(64, block_m=64, **tile)
@@ -173,8 +188,20 @@ def test_intermediate_is_float32(hopper, force, rng, rank, tile):
     assert_close(hopper.get(out), references.lora_linear(**inputs, scaling=1.7), "float32", k=16, magnitude=magnitude)
 
 
+@pytest.mark.parametrize("tile", [{}, {"cluster": 2}, {"rides": False}, IN_TURN], ids=str)
+def test_intermediate_of_a_bfloat16_result_has_sixteen_bits(hopper, force, tile):
+    """The difference of 32769 and 32768, which have one value in fewer bits."""
+    force(64, block_m=64, **tile)
+    inputs = {name: np.zeros(shape, BFLOAT16) for name, shape in {"x": (20, 136), "c": (136, 72)}.items()}
+    inputs |= {"a": np.zeros((136, 8), BFLOAT16), "b": np.zeros((8, 72), BFLOAT16)}
+    inputs["x"][:, :2], inputs["a"][:2, :2], inputs["b"][:2] = [256, 1], [[128, 128], [1, 0]], [[1], [-1]]
+    got = lora_linear(**{name: hopper.put(x) for name, x in inputs.items()})
+    assert ran_on_hopper(hopper, "lora_sm90")
+    np.testing.assert_array_equal(hopper.get(got).astype(float), np.ones((20, 72)))
+
+
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
-@pytest.mark.parametrize("tile", [{}, {"cluster": 2}, {"rides": False}], ids=str)
+@pytest.mark.parametrize("tile", [{}, {"cluster": 2}, {"rides": False}, IN_TURN], ids=str)
 def test_non_finite_values(hopper, force, rng, tile, dtype):
     """Of x and of scaling, too: what ranks that do not exist must not make NaN of."""
     force(64, block_m=64, **tile)
@@ -196,7 +223,9 @@ def test_non_finite_values(hopper, force, rng, tile, dtype):
 @pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    "tile", [{"block_m": 64}, {"block_m": 128, "rides": False}, {"block_m": 64, "cluster": 2}], ids=str
+    "tile",
+    [{"block_m": 64}, {"block_m": 128, "rides": False}, {"block_m": 128, **IN_TURN}, {"block_m": 64, "cluster": 2}],
+    ids=str,
 )
 def test_any_order_of_completion(force, rng, tile, seed):
     """Copies and products that land late, early or with the warps in another order: the same bits."""

@@ -41,7 +41,7 @@ __device__ inline void add_ranks_one_by_one(float (&acc)[COUNT], const float* y,
 // of all rows and time is not: what can be read again is not kept.
 template <class Tile, int BUFFERS> class AdaptersOfRows {
     using T = typename Tile::T;
-    using Parts = RankFragments<T, 16>;
+    using Parts = RankFragments<T, 16, kPartsOfY<T, typename Tile::Out>>;
     using Operand = WgmmaOperand<true, 16, 32>;
     static constexpr int COLS = Tile::SHARE, BYTES = COLS * 32;
     using Sums = float[COLS / 2];
@@ -162,7 +162,7 @@ private:
         if (scaled) multiply_rows(parts.factor);
         wgmma_fence();
 #pragma unroll
-        for (int part = 0; part < RankParts<T>::COUNT; ++part) {
+        for (int part = 0; part < Parts::PARTS; ++part) {
             Wgmma<COLS>::template multiply<T, true>(acc, parts.slices[0].values[part], b, 1);
         }
         wgmma_commit();

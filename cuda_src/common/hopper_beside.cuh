@@ -51,9 +51,7 @@ struct RowsBeside : NotSorted {
     template <class Tile> static constexpr int BLOCKS = Tile::kFinish != kDirect && Tile::SHARE >= 128 ? 4 : 2;
     template <class Tile>
     using Parts = PartsOfY<typename Tile::T, BLOCKS<Tile>, Tile::BARRIERS_AT - Tile::STAGING_AT, FOLLOWERS / kWarpSize>;
-    // y has 16 bits, and two parts, where the result has 8 and b, too.
-    template <class Tile>
-    static constexpr bool ROUNDED = is_same<typename Tile::T, __nv_bfloat16> && sizeof(typename Tile::Out) == 2;
+    template <class Tile> static constexpr int PARTS = kPartsOfY<typename Tile::T, typename Tile::Out>;
 
     // The followers: one for each row.
     template <class Tile> static __device__ void follow(const Call& call, int row) {
@@ -86,7 +84,7 @@ struct RowsBeside : NotSorted {
             for (int i = 0; i < kBesideRanks; ++i) sum[i] = i < rank ? scaling * sum[i] : 0;
         }
 #pragma unroll
-        for (int i = 0; i < kBesideRanks; ++i) own.y[row][i] = ROUNDED<Tile> ? rounded(sum[i]) : sum[i];
+        for (int i = 0; i < kBesideRanks; ++i) own.y[row][i] = rounded_for_parts<typename Tile::T, PARTS<Tile>>(sum[i]);
         barrier_arrive(shared_address(&own.made));
         sync();  // all of them have seen that they are made
         if (row == 0 && atomicAdd(call.counters + 1, 1) == int(gridDim.x) - 1) {
@@ -189,25 +187,17 @@ private:
         return false;
     }
 
-    // To 16 bits: two values of bfloat16. What is next to infinity stays finite.
-    static __device__ float rounded(float x) {
-        const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;
-        if (size >= 0x7f7fff80) return x;
-        return __uint_as_float(bits + 0x7f + (bits >> 8 & 1) & 0xffffff00);
-    }
-
     // acc += y @ b for the next COUNT adapters, with zeros for y of the rows that have another one.
     template <class Tile, int COUNT, class T, int SUMS>
     static __device__ void multiply(float (&acc)[SUMS], const RankParts<T>& y, const BesideRows& rows,
                                     const int (&slots)[2], uint64_t& todo, uint32_t place) {
         using Operand = WgmmaOperand<true, 16, 32>;
-        constexpr int PARTS = ROUNDED<Tile> ? 2 : RankParts<T>::COUNT;
-        uint32_t own[COUNT][PARTS][4];
+        uint32_t own[COUNT][PARTS<Tile>][4];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i, todo &= todo - 1) {
             const int slot = rows.slot_of_first(todo);
 #pragma unroll
-            for (int j = 0; j < PARTS * 4; ++j) {
+            for (int j = 0; j < PARTS<Tile> * 4; ++j) {
                 own[i][j / 4][j % 4] = slots[j % 2] == slot ? y.values[j / 4][j % 4] : 0;
             }
         }
@@ -216,7 +206,7 @@ private:
         for (int i = 0; i < COUNT; ++i) {
             const uint64_t b = Operand::descriptor(place + i * Stage<Tile>::BYTES);
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
+            for (int part = 0; part < PARTS<Tile>; ++part) {
                 Wgmma<Tile::BLOCK_N>::template multiply<T, true>(acc, own[i][part], b, 1);
             }
         }

@@ -39,6 +39,11 @@ template <class Tile> struct Exchange {
         }
     }
 
+    // Where consumers take turns each has its own: the barrier that tells that it has come.
+    __device__ uint32_t lora_b_of(int consumer) const {
+        return consumer == 0 ? lora_b_barriers.full(0) : lora_b_barriers.empty(0);
+    }
+
     // By one thread; a __syncthreads() must follow. Spread over the lanes of a warp it takes longer: they wait for the
     // fence one after the other.
     __device__ void init() const {
@@ -46,7 +51,7 @@ template <class Tile> struct Exchange {
             barrier_init(turns, 1);
             barrier_init(turns + 8, 1);
         }
-        if constexpr (Tile::LowRank::RANK > 0) lora_b_barriers.init(Tile::CONSUMERS);
+        if constexpr (Tile::LowRank::RANK > 0) lora_b_barriers.init(Tile::kRanksInTurn ? 1 : Tile::CONSUMERS);
         const int releases = (Tile::kPingPong ? 1 : Tile::CONSUMERS) * Tile::Scaling::RELEASES * Tile::SHARERS;
         barriers.init(releases, 1 + Tile::Scaling::LOADERS + Tile::LowRank::LOADERS);
     }
@@ -176,14 +181,14 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             }
             slot.advance();
         }
-        if constexpr (LowRank::RANK > 0) {
+        if constexpr (LowRank::RANK > 0 && !Tile::kRanksInTurn) {
             const int n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : 0);
 #pragma unroll 1
             for (int rank = 0; rank < low_rank->rank; rank += LowRank::RANK) {
                 const auto place = exchange.lora_b(slot);
                 barrier_wait(place.empty, place.phase ^ 1);
                 barrier_arrive_expect(place.full, Tile::LORA_B_BYTES);
-                load_operand<LowRank::kBKMajor, Tile::SHARE * Tile::PARTS, Tile::PARTS, Tile::BOX_COLS,
+                load_operand<LowRank::kBKMajor, Tile::SHARE * Tile::PARTS, Tile::PARTS, Tile::LORA_B_BOX,
                              LowRank::RANK * 2>(place.address, low_rank->b, {}, n, rank, place.full,
                                                 shape.epilogue.cols);
                 slot.advance();

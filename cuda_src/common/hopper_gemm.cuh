@@ -12,6 +12,7 @@
 #pragma once
 #include "hopper_copies.cuh"
 #include "hopper_finish.cuh"
+#include "hopper_low_rank_turns.cuh"
 #include "hopper_tf32.cuh"
 
 namespace rawops {
@@ -167,6 +168,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
     uint32_t turn_phase = self.number ^ 1;  // the first turn of consumer 0 is its own
     RingPosition<Tile::STAGES> slot;
     slot.skip(begin * k_blocks);
+    RanksInTurnOf<Tile> ranks(low_rank, params.shape, exchange, self);
     clear_missing<Tile>(exchange.ring, params.shape.M, schedule, self);
     if constexpr (Tile::kWaits) await_launch_before();
 #pragma unroll 1
@@ -175,10 +177,10 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         typename Tile::LowRank::Accumulators y;
         Work work = schedule.at(index);
         auto read_made_y = [&](int first) {
-            if constexpr (Tile::LowRank::RANK > 0 && !Tile::LowRank::kRides) {
+            if constexpr (Tile::LowRank::RANK > 0 && !Tile::LowRank::kRides && !Tile::kRanksInTurn) {
                 const int row = work.m + self.row, M = params.shape.M;
                 await_launch_before();
-                read_y<Tile>(y, *low_rank, first, int64_t(work.number) * M + row, M - row, self);
+                read_y(y, *low_rank, first, int64_t(work.number) * M + row, M - row, self);
             }
         };
         if (k_blocks == 0) {
@@ -195,6 +197,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         const int apart = Tile::LowRank::kInOrder ? max_of(k_blocks - kLastBlocks, 0) : 0;
         if constexpr (Tile::LowRank::kInOrder) multiply_stages<Tile>(acc, y, slot, apart, exchange, self);
         auto passes = Tile::LowRank::template begin<Tile>(*low_rank, params.shape, work, self);
+        ranks.fetch(work, 0);
         if constexpr (Tile::kPingPong) self.await_turn(turn_phase);
         if constexpr (Tile::Scaling::kPromotes) {
             Tile::Scaling::template multiply<Tile>(acc, params, work, slot, k_blocks, exchange, self);
@@ -204,7 +207,10 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
             multiply_stages<Tile>(acc, y, slot, k_blocks - apart, exchange, self, [&] { read_made_y(0); }, apart > 0);
         }
         auto finish = [&](typename Tile::Finished& sum) {
-            if constexpr (Tile::LowRank::RANK > 0) {
+            if constexpr (Tile::kRanksInTurn) {
+                await_launch_before();
+                ranks.add(sum, work);
+            } else if constexpr (Tile::LowRank::RANK > 0) {
 #pragma unroll 1
                 for (int first = 0; first < low_rank->rank; first += Tile::LowRank::RANK) {
                     if (first > 0) read_made_y(first);

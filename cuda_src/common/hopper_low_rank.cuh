@@ -22,12 +22,12 @@ struct LowRankCall {
 };
 
 // y from memory, RANK ranks from `first` on: the consumer's rows, of which `rows` exist, begin at first_row.
-template <class Tile>
-__device__ inline void read_y(typename Tile::LowRank::Accumulators& y, const LowRankCall& low_rank, int first,
-                              int64_t first_row, int rows, const Consumer& self) {
+template <int COUNT>
+__device__ inline void read_y(float (&y)[COUNT], const LowRankCall& low_rank, int first, int64_t first_row, int rows,
+                              const Consumer& self) {
     const int lane = self.lane(), row = self.warp_row() + lane / 4;
 #pragma unroll
-    for (int j = 0; j < Tile::LowRank::RANK / 8; ++j) {
+    for (int j = 0; j < COUNT / 4; ++j) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int rank = first + j * 8 + lane % 4 * 2, left = row + half * 8 < rows ? low_rank.rank - rank : 0;
@@ -42,7 +42,8 @@ __device__ inline void read_y(typename Tile::LowRank::Accumulators& y, const Low
 // scaling * y as sums of values of T, for each sixteen ranks, and what the thread's rows g and g + 8 are to be
 // multiplied with for that: 1 but for float16 whose range they leave. From the thread's `left` on there are no ranks:
 // 0, which they need not be yet where a or scaling has an infinity or a NaN.
-template <class T, int RANK> struct RankFragments {
+template <class T, int RANK, int PARTS_ = RankParts<T>::COUNT> struct RankFragments {
+    static constexpr int PARTS = PARTS_;
     RankParts<T> slices[RANK / 16];
     float factor[2] = {1, 1};
 
@@ -57,7 +58,8 @@ template <class T, int RANK> struct RankFragments {
                 float four[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    four[i] = slice * 16 + i / 2 * 8 + i % 2 < left ? scale * own[i / 2 * 4 + i % 2] : 0;
+                    const float value = slice * 16 + i / 2 * 8 + i % 2 < left ? scale * own[i / 2 * 4 + i % 2] : 0;
+                    four[i] = rounded_for_parts<T, PARTS>(value);
                 }
                 slices[slice].cut(half, four);
             }
@@ -85,9 +87,9 @@ template <class Tile> struct StagedLoraB {
     using T = typename Tile::T;
     using LowRank = typename Tile::LowRank;
     static constexpr int COLS = Tile::SHARE * Tile::PARTS;
-    static constexpr int STEP = Tile::CONSUMERS * kWarpGroupSize * 16;
+    static constexpr int READERS = Tile::kPingPong ? 1 : Tile::CONSUMERS;  // consumers
     using Operand = WgmmaOperand<LowRank::kBKMajor, LowRank::RANK,
-                                 LowRank::kBKMajor ? LowRank::RANK * 2 : Tile::BOX_COLS * 2>;
+                                 LowRank::kBKMajor ? LowRank::RANK * 2 : Tile::LORA_B_BOX * 2>;
 
     uint32_t address;
 
@@ -105,13 +107,18 @@ template <class Tile> struct StagedLoraB {
     }
     // Makes them 0, when no product of any consumer reads them any more.
     __device__ void make_finite(const Consumer& self) const {
-        sync_group<3, Tile::CONSUMERS * kWarpGroupSize>();
+        sync_readers(self);
+        const int first = Tile::kPingPong ? self.thread : self.number * kWarpGroupSize + self.thread;
 #pragma unroll 1
-        for (int at = (self.number * kWarpGroupSize + self.thread) * 4; at < Tile::LORA_B_BYTES; at += STEP / 4) {
+        for (int at = first * 4; at < Tile::LORA_B_BYTES; at += READERS * kWarpGroupSize * 4) {
             store_word(address + at, finite_or_zero<T>(load_word(address + at)));
         }
         fence_async_proxy();
-        sync_group<3, Tile::CONSUMERS * kWarpGroupSize>();
+        sync_readers(self);
+    }
+    static __device__ void sync_readers(const Consumer& self) {
+        if constexpr (Tile::kPingPong) self.sync();
+        else sync_group<3, Tile::CONSUMERS * kWarpGroupSize>();
     }
 };
 
@@ -126,7 +133,8 @@ __device__ inline void add_rank_product(typename Tile::Finished& acc, const type
     using Staged = StagedLoraB<Tile>;
     const Staged staged{address};
     const uint64_t lora_b = Staged::Operand::descriptor(address);
-    RankFragments<T, LowRank::RANK> fragments(y, low_rank.scaling, ranks - self.lane() % 4 * 2);
+    using Fragments = RankFragments<T, LowRank::RANK, kPartsOfY<T, typename Tile::Out>>;
+    Fragments fragments(y, low_rank.scaling, ranks - self.lane() % 4 * 2);
     auto multiply_rows = [&](const float (&factor)[2]) {
 #pragma unroll
         for (int i = 0; i < Staged::COLS / 2; ++i) acc[0][i] *= factor[i / 2 % 2];
@@ -149,7 +157,7 @@ __device__ inline void add_rank_product(typename Tile::Finished& acc, const type
         staged.make_finite(self);
     }
 #pragma unroll
-    for (int part = 1; part < RankParts<T>::COUNT; ++part) multiply(part);
+    for (int part = 1; part < Fragments::PARTS; ++part) multiply(part);
     wgmma_wait<0>();
     hold(acc[0]);
     if (scaled) multiply_rows({1 / fragments.factor[0], 1 / fragments.factor[1]});

@@ -111,7 +111,8 @@ struct HopperTile {
     static constexpr int kFinish = kFinish_;
     static constexpr bool kByThreads = kFinish == kDirect || kFinish == kPartial;
     static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_, kPairs = kPairs_;
-    static constexpr int SHARERS = kPairs ? 2 : 1;  // of b
+    static constexpr bool kRanksInTurn = kPingPong && LowRank::RANK > 0;  // see hopper_low_rank_turns.cuh
+    static constexpr int SHARERS = kPairs ? 2 : 1;                        // of b
     // For the launch before, at the start. Otherwise a low-rank part waits where it reads what was made for it.
     static constexpr bool kWaits = LowRank::kRides || (LowRank::RANK == 0 && !LowRank::kSorted);
     static constexpr bool kStreams = BLOCK_M == 64 && !kGrouped;  // b, if a has one row of tiles
@@ -141,9 +142,12 @@ struct HopperTile {
     static constexpr int PASS_COLS = kPingPong ? min_of(SHARE, 32) : SHARE, PASSES = ceil_div(SHARE, PASS_COLS);
     static constexpr int BOX_COLS = SHARE % 64 == 0 && !kPingPong ? 64 : SHARE % 32 == 0 ? 32 : 16;
     static constexpr int BOX_BYTES = ROWS * BOX_COLS * 2;
-    // Before that, the place holds ranks of adapters.
+    static constexpr int LORA_B_BOX = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;  // columns of one of lora_b
+    // Before that, the place holds ranks of adapters, or those of lora_b.
     static constexpr int RANK_BYTES = SHARE * PARTS * LowRank::COLUMN_BYTES;
-    static constexpr int STAGING_BYTES = max_of(kByThreads ? 0 : ROWS * PASS_COLS * 2, RANK_BYTES);
+    static constexpr int LORA_B_BYTES = LowRank::RANK * SHARE * PARTS * 2;
+    static constexpr int STAGING_BYTES =
+        max_of(kByThreads ? 0 : ROWS * PASS_COLS * 2, kRanksInTurn ? LORA_B_BYTES : RANK_BYTES);
     // Any other epilogue sees the accumulators through a slab for each warp, CHUNK columns of D at a time.
     using Slab = SharedTile<typename Epilogue::Value, 16, 32>;
     static constexpr int CHUNK = Slab::COLS / PARTS, CHUNKS = ceil_div(SHARE, CHUNK);
@@ -152,7 +156,6 @@ struct HopperTile {
 
     // Shared memory: the ring, staging tiles and slabs of the consumers, the barriers. RANK ranks of lora_b go through
     // the ring, too; in a cluster, where that lends its memory, they have a place of their own.
-    static constexpr int LORA_B_BYTES = LowRank::RANK * SHARE * PARTS * 2;
     static constexpr int LORA_B_AT = STAGES * STAGE_BYTES, STAGING_AT = LORA_B_AT + (CLUSTER > 1 ? LORA_B_BYTES : 0);
     static constexpr int SLABS_AT = STAGING_AT + CONSUMERS * STAGING_BYTES;
     static constexpr int BARRIERS_AT = SLABS_AT + CONSUMERS * SLABS_BYTES;
@@ -168,7 +171,8 @@ struct HopperTile {
     static_assert(kByThreads || sizeof(Out) == 2, "staged elements have 16 bits");
     static_assert(Epilogue::WIDTH == 4, "stage_finished packs four");
     static_assert(!kTransposed || (kFinish == kDirect && !kPingPong && PARTS == 1), "one way out, whole rows of D");
-    static_assert(!kPingPong || (CLUSTER == 1 && LowRank::RANK == 0), "these have one order of tiles for all");
+    static_assert(!kPingPong || (CLUSTER == 1 && !LowRank::kRides), "these have one order of tiles for all");
+    static_assert(!kRanksInTurn || LowRank::RANK == 16, "ranks at a time");
     static_assert(CLUSTER == 1 || is_same<Value, float>, "partial sums are float32");
     static_assert(!kPairs || (CLUSTER == 1 && PARTS == 1 && LowRank::RANK == 0 && !kGrouped && !kTransposed &&
                               is_same<Scaling, NoScaling> && (kBKMajor || BLOCK_N % 128 == 0)),

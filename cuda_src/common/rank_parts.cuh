@@ -69,6 +69,18 @@ template <> struct RankParts<__half> {
     }
 };
 
+// How many of these values y takes for a result of type Out: 16 bits of it, two values of bfloat16, where that has 8.
+template <class T, class Out>
+constexpr int kPartsOfY = is_same<T, __nv_bfloat16> && sizeof(Out) == 2 ? 2 : RankParts<T>::COUNT;
+
+// For two values of bfloat16 to 16 bits. What is next to infinity stays finite.
+template <class T, int PARTS> __device__ inline float rounded_for_parts(float x) {
+    if constexpr (PARTS == RankParts<T>::COUNT) return x;
+    const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;
+    if (size >= 0x7f7fff80) return x;
+    return __uint_as_float(bits + 0x7f + (bits >> 8 & 1) & 0xffffff00);
+}
+
 // Of two elements, those that are infinite or NaN become 0.
 template <class T> __device__ inline uint32_t finite_or_zero(uint32_t pair) {
     constexpr uint32_t LOW = RankParts<T>::kExponent & 0xffff, HIGH = RankParts<T>::kExponent & 0xffff0000;
