@@ -3,11 +3,12 @@
 //
 //   warp 8          TMA:  128 rows of x --> ring of stages
 //   warpgroup 0, 1  64 rows of y --> as sums of bfloat16 values to shared memory; wgmma: sums += y^T @ x
+//                   64 ranks come as such sums, through the ring, where what made y left them
 //
 // The blocks of a cluster share out the rows of COLS columns of an x, or each would read all of y. Then every one adds
 // up a share of the columns from the sums of all, in the order of their ranks. The warpgroups have 64 rows of a stage
 // each, so that one may convert while the other multiplies. wgmma has 64 rows: RANK ranks of the first part of y, of
-// the second and of the third.
+// the second and, for a float32 result, of the third.
 #include "common/launches.cuh"
 #include "common/rank_parts.cuh"
 #include "common/wgmma.cuh"
@@ -16,7 +17,8 @@ namespace rawops {
 
 // As _lora_grad.py packs it; strides in elements.
 struct HopperGradSide {
-    TensorMap x;     // (M, cols)
+    TensorMap x;      // (M, cols)
+    TensorMap parts;  // of y if it is made, (M, ranks): 64 first values of bfloat16, 64 second ones, and so on
     const void* elements;
     const float* y;  // (M, rank), rows on 16-byte boundaries
     void* out;       // (cols, rank)
@@ -33,18 +35,22 @@ constexpr int kGradRows = 64, kGradGroups = 2, kGradStageRows = kGradGroups * kG
 constexpr int kGradThreads = kGradGroups * kWarpGroupSize + kWarpSize;
 
 // Shared memory: the ring, two buffers of y for each warpgroup, the barriers. The sums take over what the former have.
-template <int RANK_> struct GradTile {
+// kMade: y comes as parts, through the ring.
+template <int RANK_, int PARTS_, bool kMade_> struct GradTile {
+    static constexpr bool kMade = kMade_;
     using T = __nv_bfloat16;
-    static constexpr int RANK = RANK_, CLUSTER = 2, SHARE = 64, COLS = CLUSTER * SHARE, PARTS = RankParts<T>::COUNT;
-    static constexpr int STAGE_BYTES = kGradStageRows * COLS * 2, STAGES = kGradRing / STAGE_BYTES;
+    static constexpr int RANK = RANK_, CLUSTER = 2, SHARE = 64, COLS = CLUSTER * SHARE, PARTS = PARTS_;
     static constexpr int Y_TILES = ceil_div(RANK * PARTS, 64), Y_TILE_BYTES = kGradRows * 128;
-    static constexpr int Y_BYTES = Y_TILES * Y_TILE_BYTES, Y_AT = STAGES * STAGE_BYTES;
-    static constexpr int BARRIERS_AT = Y_AT + kGradGroups * 2 * Y_BYTES, BYTES = BARRIERS_AT + STAGES * 16;
+    static constexpr int Y_BYTES = Y_TILES * Y_TILE_BYTES, X_BYTES = kGradStageRows * COLS * 2;
+    static constexpr int STAGE_BYTES = X_BYTES + (kMade ? kGradGroups * Y_BYTES : 0);
+    static constexpr int STAGES = kMade ? 3 : kGradRing / STAGE_BYTES, Y_AT = STAGES * STAGE_BYTES;
+    static constexpr int BUFFERS_BYTES = kMade ? 0 : kGradGroups * 2 * Y_BYTES, BARRIERS_AT = Y_AT + BUFFERS_BYTES;
     static constexpr int ENTRIES = RANK / 2;  // of a row of y, that a thread converts
     static constexpr int PITCH = COLS + 4;    // of the sums
     using OperandY = WgmmaOperand<false, kGradRows>;
     using OperandX = WgmmaOperand<false, kGradStageRows>;
     static_assert(kGradGroups * 64 * PITCH * 4 <= BARRIERS_AT, "the sums have room");
+    static_assert(!kMade || (RANK == 64 && PARTS == 2), "as they are made");
 };
 
 // The stages of a block.
@@ -79,6 +85,8 @@ template <class Tile> struct RowOfY {
 #pragma unroll
         for (int i = 0; i < Tile::ENTRIES; i += 8) {
             RankParts<__nv_bfloat16> parts;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) values[i + j] = rounded_for_parts<typename Tile::T, Tile::PARTS>(values[i + j]);
             parts.cut(0, four_of(i));
             parts.cut(1, four_of(i + 4));
 #pragma unroll
@@ -108,22 +116,27 @@ __device__ inline void multiply_rows(float (&acc)[Tile::COLS / 2], const HopperG
     RingPosition<Tile::STAGES> slot;
     RowOfY<Tile> y;
     const int own = rows.first * kGradStageRows + group * kGradRows;
-    y.read(side, own, params.M, first_rank, params.rank, thread);
+    if constexpr (!Tile::kMade) y.read(side, own, params.M, first_rank, params.rank, thread);
     int previous = -1;
 #pragma unroll 1
     for (int stage = 0, buffer = 0; stage < rows.count; ++stage, buffer ^= 1) {
-        const uint32_t place = buffers + buffer * Tile::Y_BYTES;
-        y.store(place, thread);
-        y.read(side, own + (stage + 1) * kGradStageRows, params.M, first_rank, params.rank, thread);
-        fence_async_proxy();
-        sync_group<kWarpGroupSize>(1 + group);
+        uint32_t place = buffers + buffer * Tile::Y_BYTES, pitch = Tile::Y_TILE_BYTES;
+        if constexpr (Tile::kMade) {
+            place = shared + slot.stage * Tile::STAGE_BYTES + Tile::X_BYTES + group * Tile::Y_TILE_BYTES;
+            pitch = kGradGroups * Tile::Y_TILE_BYTES;
+        } else {
+            y.store(place, thread);
+            y.read(side, own + (stage + 1) * kGradStageRows, params.M, first_rank, params.rank, thread);
+            fence_async_proxy();
+            sync_group<kWarpGroupSize>(1 + group);
+        }
         barrier_wait(barriers.full(slot.stage), slot.phase);
         const uint64_t x =
             Tile::OperandX::descriptor(shared + slot.stage * Tile::STAGE_BYTES + group * kGradRows * 128);
         wgmma_fence();
 #pragma unroll
         for (int tile = 0; tile < Tile::Y_TILES; ++tile) {
-            const uint64_t part = Tile::OperandY::descriptor(place + tile * Tile::Y_TILE_BYTES);
+            const uint64_t part = Tile::OperandY::descriptor(place + tile * pitch);
 #pragma unroll
             for (int step = 0; step < kGradRows / 16; ++step) {
                 Wgmma<Tile::COLS>::template multiply<typename Tile::T, false, false>(
@@ -186,8 +199,8 @@ __device__ inline void write_sums(uint32_t sums, const HopperGradParams& params,
     }
 }
 
-// RANK ranks and COLS columns a cluster; the clusters that share columns are neighbours.
-template <int RANK, class Tile = GradTile<RANK>>
+// RANK ranks and COLS columns a cluster; the clusters that share columns are neighbours. y in PARTS values of bfloat16.
+template <int RANK, int PARTS, bool kMade, class Tile = GradTile<RANK, PARTS, kMade>>
 __global__ void __launch_bounds__(kGradThreads, 1) __cluster_dims__(Tile::CLUSTER, 1, 1)
     lora_grad_sm90(const __grid_constant__ HopperGradParams params) {
     extern __shared__ __align__(1024) char memory[];
@@ -203,7 +216,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) __cluster_dims__(Tile::CLUSTE
         barriers.init(kGradGroups);
         prefetch_tensor_map(side.x);
     }
-    for (int at = threadIdx.x * 16; at < kGradGroups * 2 * Tile::Y_BYTES; at += kGradThreads * 16) {
+    for (int at = threadIdx.x * 16; at < Tile::BUFFERS_BYTES; at += kGradThreads * 16) {
         const float zeros[4] = {};
         store_shared(shared + Tile::Y_AT + at, zeros);
     }
@@ -226,6 +239,15 @@ __global__ void __launch_bounds__(kGradThreads, 1) __cluster_dims__(Tile::CLUSTE
             for (int col = 0; col < Tile::COLS; col += 64) {
                 const uint32_t to = shared + slot.stage * Tile::STAGE_BYTES + col * kGradStageRows * 2;
                 tma_load(to, side.x, {first_col + col, m, 0, 0, 0}, barriers.full(slot.stage));
+            }
+            if constexpr (Tile::kMade) {
+#pragma unroll
+                for (int part = 0; part < Tile::PARTS; ++part) {
+                    const uint32_t to = shared + slot.stage * Tile::STAGE_BYTES + Tile::X_BYTES +
+                                        part * kGradGroups * Tile::Y_TILE_BYTES;
+                    const int from = (first_rank / Tile::RANK * Tile::PARTS + part) * Tile::RANK;
+                    tma_load(to, side.parts, {from, m, 0, 0, 0}, barriers.full(slot.stage));
+                }
             }
             slot.advance();
         }

@@ -8,6 +8,7 @@
 // bytes as for one of 128, and a may have the former, so that it comes by cp.async.
 // A block takes tiles of 256 rows blockIdx.x, blockIdx.x + gridDim.x, ...; blockIdx.y tells which ranks.
 #include "common/launches.cuh"
+#include "common/rank_parts.cuh"
 #include "common/wgmma.cuh"
 
 namespace rawops {
@@ -18,7 +19,8 @@ struct NarrowParams {
     TensorMap a_map;  // where rows of a stage have 128 bytes, likewise
     const void* a;  // (K, rank)
     float* y;       // (batches * M, rank), rows on 16-byte boundaries
-    int64_t a_row, a_col, y_row;
+    void* parts;    // null, or y once more: for each 64 ranks the first of two values of bfloat16, then the second
+    int64_t a_row, a_col, y_row, parts_row;
     int M, K, rank, batches;
     int extents[3], moves[3];  // of the batch; 0 for an axis along which x stays where it is
     int waits;                 // for the launch before, at the start: it may have made x or a
@@ -27,6 +29,7 @@ struct NarrowParams {
 constexpr int kNarrowGroups = 2, kNarrowAtoms = 2, kNarrowRows = 64 * kNarrowGroups * kNarrowAtoms;
 constexpr int kNarrowK = 64, kNarrowLoaders = 128;
 constexpr int kNarrowRing = 208 << 10;  // bytes
+constexpr int kRanksOfParts = 64;
 constexpr int kNarrowConsumers = kNarrowGroups * kWarpGroupSize;
 constexpr int kNarrowThreads = kNarrowConsumers + kNarrowLoaders + kWarpSize;
 
@@ -102,6 +105,31 @@ __device__ inline void write_narrow(const float (&acc)[COUNT], const NarrowParam
     }
 }
 
+// The same as sums of two values of bfloat16. Ranks that do not exist become zero: a has none, but x may be infinite.
+template <int COUNT>
+__device__ inline void write_parts(const float (&acc)[COUNT], const NarrowParams& params, const NarrowPlace& place,
+                                   int row, int first_rank) {
+    const int lane = threadIdx.x % kWarpSize, own = place.m + row + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 2) {
+        const int m = own + i / 2 % 2 * 8, rank = i / 4 * 8 + lane % 4 * 2;
+        if (m >= params.M) continue;
+        uint32_t first = 0, second = 0;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const bool exists = first_rank + rank + k < params.rank;
+            const float value = exists ? rounded_for_parts<__nv_bfloat16, 2>(acc[i + k]) : 0;
+            const uint32_t taken = __float_as_uint(value) & 0xffff0000;
+            const float rest = value == __uint_as_float(taken) ? 0 : value - __uint_as_float(taken);
+            first |= taken >> (k == 0 ? 16 : 0);
+            second |= (__float_as_uint(rest) & 0xffff0000) >> (k == 0 ? 16 : 0);
+        }
+        auto* to = static_cast<uint16_t*>(params.parts) + (int64_t(place.batch) * params.M + m) * params.parts_row;
+        *reinterpret_cast<uint32_t*>(to + first_rank * 2 + rank) = first;
+        *reinterpret_cast<uint32_t*>(to + first_rank * 2 + kRanksOfParts + rank) = second;
+    }
+}
+
 template <class T, int RANKS, bool kXByK, bool kAByK, class Tile = NarrowTile<RANKS, kAByK>>
 __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __grid_constant__ NarrowParams params) {
     extern __shared__ __align__(1024) char memory[];
@@ -154,6 +182,10 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __gr
             for (int i = 0; i < kNarrowAtoms; ++i) {
                 hold(acc[i]);
                 write_narrow(acc[i], params, place, (group * kNarrowAtoms + i) * 64, first_rank);
+                if constexpr (is_same<T, __nv_bfloat16> && RANKS == kRanksOfParts) {
+                    const int row = (group * kNarrowAtoms + i) * 64;
+                    if (params.parts != nullptr) write_parts(acc[i], params, place, row, first_rank);
+                }
             }
         } else if (!Tile::kMoved || group > kNarrowGroups) {
 #pragma unroll 1

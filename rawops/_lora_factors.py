@@ -15,7 +15,7 @@ _COLUMNS, _RANKS, _THREADS = 64, 16, 256  # of a block
 _SHARED_BYTES = 8 * 4 * 16 * (128 + 64)  # the rings of its warps
 _HOPPER_ROWS, _HOPPER_COLUMNS, _CLUSTER = 128, 128, 2  # of a stage, of a cluster and its blocks
 _HOPPER_THREADS, _HOPPER_RING = 288, 128 << 10
-_HOPPER_RANKS = (16, 32, 64)
+_HOPPER_RANKS, _STAGES_OF_MADE = (16, 32, 64), 3
 
 
 def _side(name: str) -> dict[str, str]:
@@ -29,7 +29,7 @@ def _side(name: str) -> dict[str, str]:
 def _hopper_side(name: str) -> dict[str, str]:
     fields = _side(name)
     del fields[f"{name}_x_col"]
-    return {f"{name}_map": "tensormap", **fields}
+    return {f"{name}_map": "tensormap", f"{name}_parts": "tensormap", **fields}
 
 
 _SIZES = {"M": "int32", "rank": "int32", "scaling": "float32"}
@@ -47,23 +47,30 @@ GRAD = KernelSpec(
 GRAD_SM90 = KernelSpec(
     source="lora_grad_sm90.cu",
     entry="rawops::lora_grad_sm90",
-    template=("ranks",),
-    choices={"ranks": _HOPPER_RANKS},
-    smoke=({"ranks": 16}, {"ranks": 64}),
+    template=("ranks", "parts", "made"),
+    choices={"ranks": _HOPPER_RANKS, "parts": (2, 3), "made": (False, True)},
+    smoke=(
+        {"ranks": 16, "parts": 2, "made": False},
+        {"ranks": 64, "parts": 2, "made": True},
+        {"ranks": 64, "parts": 3, "made": False},
+    ),
     min_arch=90,
     max_arch=90,
     params=_HOPPER_PARAMS,
 )
 
 
-def factor_gradients(device, sides: tuple, scaling: float, rank: int) -> None:
-    """Launch for two sides: x (rows, cols) with 16 bits, y (rows, rank) in float32, out (cols, rank)."""
+def factor_gradients(device, sides: tuple, scaling: float, rank: int, made: tuple | None = None) -> None:
+    """Launch for two sides: x (rows, cols) with 16 bits, y (rows, rank) in float32, out (cols, rank).
+
+    `made`: both y as the parts of `_lora_sm90.row_of_parts`, where `takes_parts` says so.
+    """
     operands = [operand_of(device, x) for x, *_ in sides]
     shapes = [x.shape for x, *_ in sides]
     rows = shapes[0][0]
     readable = all(movable(o, o.col, cols, o.row, rows) for o, (_, cols) in zip(operands, shapes, strict=True))
     if readable and operands[0].dtype == "bfloat16" and GRAD_SM90.exists_on(device.capability):
-        return _on_hopper(device, operands, sides, scaling, rank)
+        return _on_hopper(device, operands, sides, scaling, rank, made)
     packed = [field for o, side in zip(operands, sides, strict=True) for field in _pack(device, o, *side)]
     vectors = readable and all(cols % 8 == 0 for _, cols in shapes)
     tiles = sum(-(-cols // _COLUMNS) for _, cols in shapes)
@@ -71,6 +78,16 @@ def factor_gradients(device, sides: tuple, scaling: float, rank: int) -> None:
     params = _PARAMS.pack(*packed, rows, rank, scaling)
     kernel.launch((tiles * -(-rank // _RANKS), 1, 1), (_THREADS, 1, 1), (params,), _SHARED_BYTES)
     return None
+
+
+def takes_parts(dtype, outs: tuple, rank: int) -> bool:
+    """Tell whether the kernel on Hopper takes y as sums of two values: 16 bits for results of 8, many ranks."""
+    return dtypes.name(dtype) == "bfloat16" and _parts(outs) == 2 and rank > _HOPPER_RANKS[-2]
+
+
+def _parts(outs) -> int:
+    """Return how many values of bfloat16 y takes: 16 bits of it for a result of 8, or all."""
+    return 2 if all(out.dtype.itemsize == 2 for out in outs) else 3
 
 
 def operand_of(device, x) -> Operand:
@@ -86,18 +103,22 @@ def _pack(device, operand: Operand, x, y, out) -> tuple:
     return (*pointers, operand.row, operand.col, y.strides[0] // 4, *out_strides, x.shape[1], float_out)
 
 
-def _on_hopper(device, operands: list, sides: tuple, scaling: float, rank: int) -> None:
+def _on_hopper(device, operands: list, sides: tuple, scaling: float, rank: int, made: tuple | None) -> None:
     ranks = next((step for step in _HOPPER_RANKS if step >= rank), _HOPPER_RANKS[-1])
     rows, groups, cols = sides[0][0].shape[0], -(-rank // ranks), _HOPPER_COLUMNS
     tiles = sum(-(-x.shape[1] // cols) for x, *_ in sides)
     packed = []
-    for operand, side in zip(operands, sides, strict=True):
+    for operand, side, y in zip(operands, sides, made or (None, None), strict=True):
         x, y_and_on = side[0], _pack(device, operand, *side)
         packed.append(_map(device, device.pointer(x), rows, x.shape[1], operand.row))
+        packed.append(b"" if y is None else _map(device, device.pointer(y), rows, y.shape[1], y.shape[1]))
         packed += [field for i, field in enumerate(y_and_on) if i != 4]  # x_col is 1
-    y_bytes = -(-ranks * 3 // 64) * 64 * 128
-    shared = _HOPPER_RING + 4 * y_bytes + _HOPPER_RING // (_HOPPER_ROWS * cols * 2) * 16
-    kernel = GRAD_SM90.kernel(device, ranks=ranks)
+    parts = _parts([out for *_, out in sides])
+    y_bytes, stage = -(-ranks * parts // 64) * 64 * 128, _HOPPER_ROWS * cols * 2
+    shared = _HOPPER_RING + 4 * y_bytes + _HOPPER_RING // stage * 16
+    if made:
+        shared = _STAGES_OF_MADE * (stage + 2 * y_bytes + 16)
+    kernel = GRAD_SM90.kernel(device, ranks=ranks, parts=parts, made=made is not None)
     params = _HOPPER_PARAMS.pack(*packed, rows, rank, scaling)
     kernel.launch((tiles * groups * _CLUSTER, 1, 1), (_HOPPER_THREADS, 1, 1), (params,), shared, True)
 

@@ -13,9 +13,9 @@ from rawops._gemm_call import ZERO, Product
 from rawops._gemm_config import DTYPES
 from rawops._gemm_maps import k_major
 from rawops._gemm_operands import MAX_SIZE, Operand, Options, check_given
-from rawops._lora_factors import factor_gradients, operand_of
+from rawops._lora_factors import factor_gradients, operand_of, takes_parts
 from rawops._lora_product import NOTHING, LowRankProduct, check_weights, row_of_y
-from rawops._lora_sm90 import NARROW, NarrowProduct
+from rawops._lora_sm90 import NARROW, NarrowProduct, row_of_parts
 from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.call import check_apart, keep_apart
 
@@ -31,16 +31,26 @@ class _InputGradient(LowRankProduct):
         super().__init__(_FUNCTION, None, scaling)
         self._of_thread = threading.local()
 
-    def run(self, operands: tuple, make_y: Callable[[int], bool]):
-        """Run and return dY, None where it has not been made; `make_y` takes blocks and tells whether it launched."""
+    def run(self, operands: tuple, make_y: Callable[[int], bool], wants_parts: bool) -> tuple:
+        """Run and return dY and its parts, None where these have not been made.
+
+        `make_y` takes blocks and tells whether it launched.
+        """
         own = self._of_thread
-        own.dy, own.make_y = None, make_y
+        own.dy, own.parts, own.make_y, own.wants_parts = None, None, make_y, wants_parts
         self(operands)
-        return own.__dict__.pop("dy")
+        return own.__dict__.pop("dy"), own.__dict__.pop("parts")
 
     def y_workspace(self, device, shape: tuple) -> tuple:
         self._of_thread.dy, _ = made = super().y_workspace(device, shape)
         return made
+
+    def parts_of_y(self, device, rows: int, rank: int) -> int:
+        own = self._of_thread
+        if not own.wants_parts:
+            return 0
+        own.parts = _parts_of(device, rows, rank)
+        return device.pointer(own.parts)
 
     def launch_beside(self, blocks: int) -> bool:
         own = self._of_thread
@@ -54,7 +64,7 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
     ``dX = dO @ c^T + scaling * (dO @ b^T) @ a^T``, ``dA = scaling * x^T @ (dO @ b^T)`` and
     ``dB = scaling * (x @ a)^T @ dO``. dX is a `lora_linear` itself, with the factors' roles exchanged: one float32
     accumulator, one write. Where it makes ``dO @ b^T`` in float32 first, dA uses the same array. dA and dB are made in
-    one launch, which reads x and dO once more.
+    one launch, which reads x and dO once more. On Hopper bfloat16 results take 16 bits of both intermediates.
 
     Parameters
     ----------
@@ -84,7 +94,8 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
     Notes
     -----
     Sums over the rows run in float32 in a fixed order: the same call gives the same bits. Nothing synchronises.
-    Workspaces of ``rows * rank`` float32 entries are allocated from CuPy's pool.
+    Workspaces of ``rows * rank`` float32 entries, and for more than 32 ranks twice as many bfloat16 ones, are allocated
+    from CuPy's pool.
     """
     given = _outs(out)
     named = {"dout": dout, "x": x, "c": c, "a": a, "b": b}
@@ -173,14 +184,16 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
     rows, rank = math.prod(x.shape[:-1]), a.shape[1]
     is_plain, is_wide = rank == 0 or rows == 0 or scaling == 0, x.dtype.itemsize > 2
     flat_x, flat_dout = x.reshape(rows, x.shape[-1]), dout.reshape(rows, dout.shape[-1])
-    y = None
+    wants_parts = not is_plain and takes_parts(x.dtype, (da, db), rank)
+    y = y_parts = None
 
     def make_y(blocks: int) -> bool:
-        nonlocal y
-        y = _narrow_product(device, flat_x, a, blocks)
+        nonlocal y, y_parts
+        y, y_parts = _narrow_product(device, flat_x, a, blocks, wants_parts)
         return y is not None
 
-    dy = _input_gradient(scaling).run((dout, c.T, dx, None, None, None, b.T, a.T), make_y)
+    operands = dout, c.T, dx, None, None, None, b.T, a.T
+    dy, dy_parts = _input_gradient(scaling).run(operands, make_y, wants_parts)
     if is_plain:
         da[...] = db[...] = 0
     elif is_wide:
@@ -188,35 +201,43 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
         step((flat_x.T, step((flat_dout, b.T, *NOTHING)), da, *NOTHING[1:]), alpha, ZERO)
         step((step((flat_x, a, *NOTHING)).T, flat_dout, db, *NOTHING[1:]), alpha, ZERO)
     else:
-        y = _low_rank(device, flat_x, a) if y is None else y
-        dy = _low_rank(device, flat_dout, b.T) if dy is None else dy.reshape(rows, -1)
-        factor_gradients(device, ((flat_x, dy, da), (flat_dout, y, db.T)), dtypes.as_float32(scaling), rank)
+        if y is None:
+            y, y_parts = _low_rank(device, flat_x, a, wants_parts)
+        if dy is None:
+            dy, dy_parts = _low_rank(device, flat_dout, b.T, wants_parts)
+        sides = (flat_x, dy.reshape(rows, -1), da), (flat_dout, y, db.T)
+        made = None if dy_parts is None or y_parts is None else (dy_parts, y_parts)
+        factor_gradients(device, sides, dtypes.as_float32(scaling), rank, made)
 
 
-def _low_rank(device, x, a):
-    """Return x @ a in float32."""
-    y = _narrow_product(device, x, a, device.sm_count)
+def _low_rank(device, x, a, wants_parts: bool) -> tuple:
+    """Return x @ a in float32, and its parts if wanted and made."""
+    y, parts = _narrow_product(device, x, a, device.sm_count, wants_parts)
     if y is None:
         y = _y_of(device, x, a)
         _step()((x, a, y[:, : a.shape[1]], *NOTHING[1:]))
-    return y
+    return y, parts
 
 
-def _narrow_product(device, x, a, blocks: int):
-    """Return x @ a in float32, made by a `NarrowProduct`; None where that cannot be."""
+def _narrow_product(device, x, a, blocks: int, wants_parts: bool) -> tuple:
+    """Return x @ a in float32, made by a `NarrowProduct`, and its parts if wanted; None where that cannot be."""
     if not NARROW.exists_on(device.capability):
-        return None
+        return None, None
     (rows, K), rank = x.shape, a.shape[1]
     x_operand, a_operand = operand_of(device, x), operand_of(device, a)
     x_major = k_major(x_operand, rows, K, x_operand.row, x_operand.col)
     a_major = k_major(a_operand, rank, K, a_operand.col, a_operand.row)
     if x_major is None or a_major is None:
-        return None
-    y = _y_of(device, x, a)
+        return None, None
+    y, parts = _y_of(device, x, a), _parts_of(device, rows, rank) if wants_parts else None
     strides = (x_operand.row, x_operand.col, a_operand.row, a_operand.col)
     narrow = _narrow(device, x_operand.dtype, strides, (rows, K, rank), blocks)
-    narrow.run(*(device.pointer(m) for m in (x, a, y)))
-    return y
+    narrow.run(*(device.pointer(m) for m in (x, a, y)), parts=0 if parts is None else device.pointer(parts))
+    return y, parts
+
+
+def _parts_of(device, rows: int, rank: int):
+    return device.empty((rows, row_of_parts(rank)), dtypes.numpy("bfloat16"))
 
 
 def _y_of(device, x, a):

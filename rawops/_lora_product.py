@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -70,7 +71,8 @@ class LowRankProduct(Base):
 
         def tail(operands: tuple, addresses: list) -> tuple[tuple, object]:
             y, y_address = self.y_workspace(device, (*operands[0].shape[:-1], y_row))
-            step.run(addresses[0], addresses[count], y_address, self.launch_beside(blocks))
+            parts = self.parts_of_y(device, math.prod(operands[0].shape[:-1]), rank)
+            step.run(addresses[0], addresses[count], y_address, self.launch_beside(blocks), parts)
             return (self._scaling_of_16_bits, *addresses[count:], y_address, y_row), y
 
         return OnHopper(replace(plan, early=True), shape, tail)
@@ -78,6 +80,10 @@ class LowRankProduct(Base):
     def y_workspace(self, device, shape: tuple) -> tuple:
         """Return where x @ a goes, and its address."""
         return self.workspace(device, shape, dtypes.numpy("float32"))
+
+    def parts_of_y(self, device, rows: int, rank: int) -> int:
+        """Return where x @ a is to go once more, as `_lora_sm90.row_of_parts` has it; 0 for nowhere."""
+        return 0
 
     def launch_beside(self, blocks: int) -> bool:
         """Launch what is to run beside x @ a, on as many blocks, and tell whether there is such a thing."""

@@ -14,8 +14,8 @@ _THREADS, _RING_BYTES = 416, 208 << 10
 _NARROW = ParamStruct(
     "NarrowParams",
     **dict.fromkeys(("x", "a_map"), "tensormap"),
-    **dict.fromkeys(("a", "y"), "pointer"),
-    **dict.fromkeys(("a_row", "a_col", "y_row"), "int64"),
+    **dict.fromkeys(("a", "y", "parts"), "pointer"),
+    **dict.fromkeys(("a_row", "a_col", "y_row", "parts_row"), "int64"),
     **dict.fromkeys(("M", "K", "rank", "batches"), "int32"),
     **dict.fromkeys(("extent_0", "extent_1", "extent_2", "moves_0", "moves_1", "moves_2", "waits"), "int32"),
 )
@@ -66,20 +66,25 @@ class NarrowProduct:
         self._grid = min(batches * -(-M // NARROW_ROWS), blocks), -(-rank // ranks), 1
         self._shared_bytes = _shared_bytes(ranks)
         moves = [int(n > 1 and s != 0) for n, s in zip(extents, x.batch, strict=True)]
-        self._numbers = a.row, a.col, y_row, M, K, rank, batches, *extents, *moves
+        self._numbers = a.row, a.col, y_row, row_of_parts(rank), M, K, rank, batches, *extents, *moves
         describe = [map_of(x, (M, x.row), (K, x.col), x_by_k, NARROW_ROWS if x_by_k else 64, 64, extents)]
         if ranks == RANKS[-1]:  # rows of 128 bytes
             describe.append(map_of(a, (rank, a.col), (K, a.row), a_by_k, ranks, 64, (1, 1, 1)))
         self._maps = functools.lru_cache(maxsize=64)(lambda *at: encode(device, describe, at[: len(describe)]))
 
-    def run(self, x: int, a: int, y: int, beside: bool = False) -> None:
-        """Launch on these addresses.
+    def run(self, x: int, a: int, y: int, beside: bool = False, parts: int = 0) -> None:
+        """Launch on these addresses; with `parts` y goes there, too, in the form of `row_of_parts`.
 
         With `beside` it runs beside the launch before, which must neither write x or a nor use the memory of y.
         """
         x_map, a_map = (*self._maps(x, a), b"")[:2]
-        params = _NARROW.pack(x_map, a_map, a, y, *self._numbers, not beside)
+        params = _NARROW.pack(x_map, a_map, a, y, parts, *self._numbers, not beside)
         self._kernel.launch(self._grid, (_THREADS, 1, 1), (params,), self._shared_bytes, True)
+
+
+def row_of_parts(rank: int) -> int:
+    """Return how many bfloat16 a row of y takes as two values each: for 64 ranks the first ones, then the second."""
+    return -(-rank // RANKS[-1]) * 2 * RANKS[-1]
 
 
 def _shared_bytes(ranks: int) -> int:

@@ -51,13 +51,23 @@ def test_intermediate_and_sums_are_float32(hopper, rng):
         assert_close(hopper.get(one), want, "float32", k=200, magnitude=magnitude)
 
 
-def test_infinities(hopper, rng):
+@pytest.mark.parametrize("rank", [8, 40])
+def test_intermediate_of_bfloat16_results_has_sixteen_bits(hopper, rank):
+    """The difference of 32769 and 32768, which have one value in fewer bits."""
+    shapes = {"dout": (2, 72), "x": (2, 40), "c": (40, 72), "a": (40, rank), "b": (rank, 72)}
+    inputs = {name: np.zeros(shape, BFLOAT16) for name, shape in shapes.items()}
+    inputs["dout"][:, :2], inputs["b"][:, :2], inputs["x"][:] = [[256, 1], [256, 0]], [128, 1], [[1], [-1]]
+    np.testing.assert_array_equal(gradients(hopper, inputs)[1].astype(float), np.ones((40, rank)))
+
+
+@pytest.mark.parametrize("rank", [3, 40])
+def test_infinities(hopper, rng, rank):
     """An infinity in dO makes dB infinite with the sign of Y where that has few bits, and NaN where it is 0."""
-    inputs = operands(rng, 100, 72, 72, 3, "bfloat16")
+    inputs = operands(rng, 100, 72, 72, rank, "bfloat16")
     inputs["dout"][70, 5] = np.inf
     inputs["x"][70] = 0
     inputs["x"][70, :3] = [1, 2, 0]
-    inputs["a"][:3] = [[1, -1, 0], [1, 0, 0], [1, 1, 1]]
+    inputs["a"][:3, :3] = [[1, -1, 0], [1, 0, 0], [1, 1, 1]]
     with np.errstate(invalid="ignore"):
         want = reference(**inputs)[2]
     got = gradients(hopper, inputs)[2].astype(np.float64)
@@ -66,9 +76,9 @@ def test_infinities(hopper, rng):
 
 
 @pytest.mark.skipif(has_gpu(), reason="of the emulator alone")
-@pytest.mark.parametrize("seed", [0, 1])
-def test_any_order_of_completion(rng, seed):
-    inputs = operands(rng, 330, 72, 40, 16, "bfloat16")
+@pytest.mark.parametrize("seed, rank", [(0, 16), (1, 40)])
+def test_any_order_of_completion(rng, seed, rank):
+    inputs = operands(rng, 330, 72, 40, rank, "bfloat16")
     for modes in ({"completion": "early"}, {"completion": "random", "seed": seed}, {"check": True}):
         with rawops.emulate(arch="sm_90a", **modes):
             got = lora_linear_backward(**inputs)
