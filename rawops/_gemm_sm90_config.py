@@ -38,7 +38,7 @@ _COST_OF_READING = 700  # of a launch more, which makes x @ a and
 _COST_OF_NARROW, _COST_OF_NARROW_RANK = 83, 18  # takes for 256 rows of a K block, and for sixteen ranks more
 _COST_OF_SLICE = 40  # of sixteen ranks, beyond their products; where consumers take turns, which hides them,
 _COST_OF_SLICE_IN_TURN = 1000
-_COLUMNS_IN_TURN = 3500  # of all tiles of a block, at least, where they do
+_COLUMNS_IN_TURN = 3500  # of all tiles of a block, at least, where they do; twice as many if many make x @ a
 _COST_OF_SPLIT = 4400  # the second launch and the partial sums of split-K, and
 _SPLIT_SLOWNESS = 2  # how much longer the kernel that can do it takes for the same work
 
@@ -251,7 +251,8 @@ def _may_take_turns(problem: Problem, config: Config) -> bool:
     """
     if not (config.ping_pong and problem.rank):
         return True
-    return config.block_m == 128 and config.waves * config.block_n >= _COLUMNS_IN_TURN
+    needed = _COLUMNS_IN_TURN * (1 if config.beside <= 8 else 2)
+    return config.block_m == 128 and config.waves * config.block_n >= needed
 
 
 _HALVED_ROWS, _HALVED_COLUMNS = 16, 224  # at most, at least
