@@ -87,8 +87,11 @@ __global__ void __launch_bounds__(WARPS* kWarpSize, 1)
         const int first = plan.chunks[blockIdx.x], chunks = plan.chunks[blockIdx.x + 1] - first;
         Ring ring(call, shape, plan.columns + int64_t(first) * Ring::Chunk::COLUMNS, shared_address(storage), chunks);
         rows.multiply(call, plan, warp, ring);
+        ring.leave();
     }
-    rows.finish(end, int64_t(warp) * ROWS * kTile, blockIdx.y * kWidth);
+    int tile_rows[ROWS];
+    rows.look_up(tile_rows, plan, warp);
+    rows.finish(end, tile_rows, blockIdx.y * kWidth);
 }
 
 }  // namespace rawops

@@ -97,8 +97,8 @@ __device__ inline uint32_t fixed(uint32_t address) {
 
 // y = alpha times a warp's sums, of 16 bits, by way of 16 x 128 bytes of shared memory: eight lanes write a row.
 template <class T, int ROWS, class Chunk>
-__device__ inline void finish_rows(const BsrRows<T, ROWS, Chunk>& rows, const SpmmEnd<T>& end, int64_t first_row,
-                                   int first_column, uint32_t room) {
+__device__ inline void finish_rows(const BsrRows<T, ROWS, Chunk>& rows, const SpmmEnd<T>& end,
+                                   const int (&tile_rows)[ROWS], int first_column, uint32_t room) {
     static_assert(sizeof(T) == 2 && kTile == 16 && kWidth == 64, "what stmatrix takes, in rows of 128 bytes");
     const int lane = rows.lane;
     const uint32_t to = room + swizzled_offset<128>(lane % 16, lane / 16);
@@ -118,11 +118,12 @@ __device__ inline void finish_rows(const BsrRows<T, ROWS, Chunk>& rows, const Sp
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = i * 4 + lane / 8;
+            const int from = i * 4 + lane / 8;
+            const int64_t row = int64_t(tile_rows[r]) * kTile + from;
             uint32_t words[4];
-            BsrReader<T, Chunk>::load_quad(words, room + swizzled_offset<128>(row, lane % 8));
-            T* y_row = end.row_of(first_row + r * kTile + row);
-            if (first_row + r * kTile + row < end.call.rows && column < end.shape.columns) {
+            BsrReader<T, Chunk>::load_quad(words, room + swizzled_offset<128>(from, lane % 8));
+            T* y_row = end.row_of(row);
+            if (row < end.call.rows && column < end.shape.columns) {
                 *reinterpret_cast<uint4*>(y_row + column) = make_uint4(words[0], words[1], words[2], words[3]);
             }
         }
@@ -163,17 +164,19 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(WARPS* kWarpS
         BsrRows<T, ROWS, typename Ring::Chunk> rows;
         ring.count(plan, reads_a, cluster);
         if (reads_a) rows.multiply(call, plan, warp, ring);
+        int tile_rows[ROWS];
+        rows.look_up(tile_rows, plan, warp);
+        ring.leave();
         const uint32_t room = ring.room() + index * (kTile * 128);  // all that comes from the other block has come
         const SpmmEnd<T> end(call, shape);
-        const int64_t first_row = int64_t(warp) * ROWS * kTile;
         const int first_column = blockIdx.y * kWidth;
         if constexpr (sizeof(T) == 2) {
             if (!end.reads_y && shape.is_vector_y) {
-                finish_rows(rows, end, first_row, first_column, room);
+                finish_rows(rows, end, tile_rows, first_column, room);
                 return;
             }
         }
-        rows.finish(end, first_row, first_column);
+        rows.finish(end, tile_rows, first_column);
     }
 }
 

@@ -69,7 +69,7 @@ _HEIGHTS = {"warps": (8, 16), "rows": (1, 2, 4)}
 
 BSR_PLAN = ParamStruct(
     "BsrPlan",
-    **dict.fromkeys(("columns", "chunks", "pairs", "places"), "pointer"),
+    **dict.fromkeys(("columns", "chunks", "pairs", "places", "rows"), "pointer"),
     span="int32",
 )
 BSR = KernelSpec(
@@ -162,7 +162,7 @@ class OnTensorCores:
             self.packed[key] = pack_tiles(self.blocks, layout, rows, groups)
         packed, stages = self.packed[key], layout.stages(device)
         call = CALL.pack(pointer(packed.tiles), 0, 0, pointer(x), pointer(y), *alpha, *beta, 0, 0, *self.blocks.shape)
-        addresses = map(pointer, (packed.columns, packed.chunks, packed.pairs, packed.places))
+        addresses = map(pointer, (packed.columns, packed.chunks, packed.pairs, packed.places, packed.rows))
         values = call, dense_shape(device, x, y, 16 // y.itemsize), BSR_PLAN.pack(*addresses, packed.span)
         names = {"dtype": dtypes.name(x.dtype), "warps": layout.warps, "rows": rows, "stages": stages}
         threads, shared_bytes = layout.warps * 32, stages * layout.chunk_bytes
@@ -233,11 +233,12 @@ class Packed:
     chunks: Any
     pairs: Any
     places: Any
+    rows: Any
     span: int
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.tiles, self.columns, self.chunks, self.pairs, self.places))
+        return sum(x.nbytes for x in (self.tiles, self.columns, self.chunks, self.pairs, self.places, self.rows))
 
 
 def pack_tiles(blocks: Blocks, layout: Layout, rows: int, groups: int) -> Packed:
@@ -247,6 +248,7 @@ def pack_tiles(blocks: Blocks, layout: Layout, rows: int, groups: int) -> Packed
     exists = (row * TILE < blocks.shape[0]) & (col * TILE < blocks.shape[1])
     tiles, row, col = tiles[exists], row[exists], col[exists]
     cols = -(-blocks.shape[1] // (TILE * layout.columns)) * layout.columns  # no span reaches into the next cluster
+    rows_of, row = _dealt(xp, row, col, cols, layout, rows, groups)
     order = xp.argsort((row // rows * cols + col) * rows + row % rows)
     row, col, warp = row[order], col[order], row[order] // rows
     key, owner = xp.unique(warp // (warps * layout.cluster) * cols + col, return_inverse=True)
@@ -258,7 +260,44 @@ def pack_tiles(blocks: Blocks, layout: Layout, rows: int, groups: int) -> Packed
     filled = xp.zeros((int(pairs[-1]) * 2, TILE, TILE), tiles.dtype)
     places = xp.zeros(filled.shape[0], np.int32)
     filled[to], places[to] = tiles[order], place[owner.ravel()] << rows | xp.left_shift(1, row % rows)
-    return Packed(_in_fragments(filled), columns, chunks, pairs, places, span)
+    return Packed(_in_fragments(filled), columns, chunks, pairs, places, rows_of, span)
+
+
+def _dealt(xp, row, col, cols: int, layout: Layout, rows: int, groups: int) -> tuple:
+    """Return the tile row that each row of a warp is, and for each tile the row of a warp that it is in.
+
+    In their order, or, if that is thought to be faster, dealt out so that all warps have as many tiles: neighbouring
+    rows often ask for the same of x, and rows at random seldom do.
+    """
+    warps = groups * layout.warps
+    in_order = xp.arange(warps * rows, dtype=np.int32)
+    counts = xp.bincount(row, minlength=in_order.size)
+    dealt = _deal(xp, counts, warps)  # (warps, rows)
+    dealt = dealt[_deal(xp, counts[dealt].sum(1), groups).ravel()].ravel().astype(np.int32)
+    place = xp.empty_like(dealt)
+    place[dealt] = in_order
+    costs = [_cost(xp, at, col, cols, layout, rows, groups) for at in (row, place[row])]
+    return (in_order, row) if costs[0] <= costs[1] else (dealt, place[row].astype(np.int64))
+
+
+def _deal(xp, counts, hands: int):
+    """Return numbers of `counts`, the largest first, as dealt to so many hands to and fro: (hands, of each)."""
+    order = xp.argsort(-counts, kind="stable").reshape(-1, hands)
+    order[1::2] = order[1::2, ::-1].copy()
+    return order.T
+
+
+def _cost(xp, row, col, cols: int, layout: Layout, rows: int, groups: int) -> float:
+    """Return about what the slowest group takes, in tiles.
+
+    It waits for the memory that all of its warps share, and for the warp with the most tiles; a column of x takes as
+    long to fetch as 0.8 tiles. Fitted to 4096 x 4096 x 1024, whose rows have as many tiles or not, on an H200.
+    """
+    tiles = xp.bincount(row // rows, minlength=groups * layout.warps).reshape(groups, -1)
+    key = row // (rows * layout.warps * layout.cluster) * cols + col
+    columns = xp.bincount(xp.unique(key) // cols, minlength=groups // layout.cluster)
+    cost = (tiles.sum(1) + tiles.max(1) * layout.warps) / 2 + 0.8 * columns.repeat(layout.cluster)
+    return float(cost.max())
 
 
 def _columns(xp, key, cols: int, clusters: int, layout: Layout) -> tuple:

@@ -93,6 +93,33 @@ def test_on_hopper(hopper, rng, monkeypatch, is_tall, density, dtype):
     same(hopper, out, (dense @ x.astype(float)).astype(dtype).astype(float))
 
 
+@pytest.mark.parametrize("kind", ["heavy rows", "a band"])
+@pytest.mark.parametrize("tall", [1, 2])
+def test_rows_are_dealt_out(device, rng, monkeypatch, kind, tall):
+    """Where some rows have many tiles, all warps get as many; in a band, neighbours share x and stay together."""
+    monkeypatch.setattr(_sparse_tiles.Layout, "rows_of", lambda layout, *sizes: tall)
+    n, cols = (35, 40) if kind == "heavy rows" else (128, 128)  # a band that fills its groups
+    there = np.abs(np.subtract.outer(np.arange(n), np.arange(cols))) < 2
+    if kind == "heavy rows":
+        there = rng.random((n, cols)) < np.where(np.arange(n) < 6, 0.9, 0.1)[:, None]
+    row, col = np.nonzero(there)
+    data = integers(rng, (row.size, 16, 16), "float16")
+    dense = np.zeros((n, 16, cols, 16))
+    dense[row, :, col, :] = data
+    dense = dense.reshape(n * 16, cols * 16)
+    A = BSRMatrix.from_bsr(*map(device.put, (data, col, np.append(0, np.cumsum(there.sum(1))))), dense.shape)
+    x = integers(rng, (cols * 16, 16), "float16")
+    out = device.guarded((n * 16, 16), "float16")
+    A.matmat(device.put(x), out=out)
+    same(device, out, dense @ x.astype(float))
+    (packed,) = A._on_tensor_cores.packed.values()
+    rows, pairs = device.get(packed.rows), np.diff(device.get(packed.pairs))
+    assert (sorted(rows) == np.arange(rows.size)).all()
+    assert (rows != np.arange(rows.size)).any() == (kind == "heavy rows")
+    if kind == "heavy rows":
+        assert pairs.max() <= (there.sum(1).max() + 1) // 2 + (tall - 1) * 3  # a heavy row and a light one
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_any_layout(device, rng, dtype):
     A, dense = put_bsr(device, rng, (4, 4), 8, dtype)

@@ -8,9 +8,10 @@
 //   warp 0     [ A . . A | . A . . ]    chunk 0: 16 x 64 of x for 3, for 5, ...
 //   warp 1     [ . . A . | A A . . ]    chunk 1
 //
-// No other warp needs a warp's tiles: it reads them straight into registers, two of them while it multiplies two
-// others. (More would not help: a warp can wait for few different things, and so waits for all loads of a row of them.)
-// The ring is long, so that a warp with many tiles in a chunk does not keep the others waiting.
+// Which rows of tiles a warp has, and so a group, is the plan's to say: where they differ much, those with many are
+// dealt out. No other warp needs a warp's tiles: it reads them straight into registers, two of them while it
+// multiplies two others. (More would not help: a warp can wait for few different things, and so waits for all loads of
+// a row of them.) The ring is long, so that a warp with many tiles in a chunk does not keep the others waiting.
 #pragma once
 #include "mma.cuh"
 #include "spmm.cuh"
@@ -25,6 +26,7 @@ struct BsrPlan {
     const int* pairs;    // of tiles, (warps of all groups + 1): where those of each begin, in order of their columns
     const int* places;   // of each tile: the place of its column among its cluster's, then a bit for each of ROWS; none
                          // has a bit where it fills the last pair
+    const int* rows;     // (ROWS * warps of all groups): the tile row that each is; past the last: none
     int span;            // neighbouring columns, from a multiple of it on, that are all there if one of them is
 };
 
@@ -96,9 +98,16 @@ template <class T, int ROWS, class Chunk> struct BsrRows {
         const char* tiles = static_cast<const char*>(call.data) + int64_t(first) * (2 * TILE_BYTES);
         if (lane * LINE < bytes) prefetch_line(tiles + lane * LINE);
         if (lane == 0 && bytes > 0) prefetch_line(plan.places + 2 * int64_t(first));
+        if (lane == 0) prefetch_line(plan.rows + warp * ROWS);
     }
 
-    // All of the tiles of a warp, counted over all groups. A ring gives the shared address of a column's rows of x.
+    static __device__ void look_up(int (&tile_rows)[ROWS], const BsrPlan& plan, int warp) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) tile_rows[r] = plan.rows[warp * ROWS + r];
+    }
+
+    // All of the tiles of a warp, counted over all groups; a `leave` of the ring must follow. A ring gives the shared
+    // address of a column's rows of x.
     template <class Ring> __device__ void multiply(const SpmvCall& call, const BsrPlan& plan, int warp, Ring& ring) {
         const int offset = BsrReader<T, Chunk>::offset(lane), last = plan.pairs[warp + 1];
         int pair = plan.pairs[warp];
@@ -111,7 +120,6 @@ template <class T, int ROWS, class Chunk> struct BsrRows {
 #pragma unroll
             for (int i = 0; i < 2; ++i) multiply<Ring::kRounded>(found[i], ring.reach(found[i].place >> ROWS) + offset);
         }
-        ring.leave();
     }
 
     __device__ void fetch(Tile (&tiles)[2], const SpmvCall& call, const BsrPlan& plan, int pair) const {
@@ -155,13 +163,13 @@ template <class T, int ROWS, class Chunk> struct BsrRows {
         }
     }
 
-    // `first_row` is that of the warp, `first_column` that of the 64.
-    __device__ void finish(const SpmmEnd<T>& end, int64_t first_row, int first_column) const {
+    // `tile_rows` are the warp's, `first_column` is that of the 64.
+    __device__ void finish(const SpmmEnd<T>& end, const int (&tile_rows)[ROWS], int first_column) const {
         constexpr int VEC = 16 / int(sizeof(T));
         const int t = lane % 4;
 #pragma unroll
         for (int i = 0; i < ROWS * 2; ++i) {
-            const int64_t row = first_row + i / 2 * kTile + i % 2 * 8 + lane / 4;
+            const int64_t row = int64_t(tile_rows[i / 2]) * kTile + i % 2 * 8 + lane / 4;
             T* y_row = end.row_of(row);
 #pragma unroll
             for (int n = 0; n < kWidth / 8; n += 4) {
