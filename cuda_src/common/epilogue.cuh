@@ -70,35 +70,37 @@ template <int kActivation, class V> __device__ inline V activate(V x, V up) {
         if constexpr (kActivation == kRelu) return x < V(0) ? V(0) : x;
         // x / (1 + exp(-u)). 1 + tanh(u / 2) = 2 / (1 + exp(-u)) does not cancel for negative u.
         const V u = kActivation == kGeluTanh ? V(1.5957691216057308) * (x + V(0.044715) * x * x * x) : x;
-        const V power = exp(-fabs(u)), factor = near_reciprocal(V(1) + power);
-        const V result = (u < V(0) ? x * power : x) * factor;
-        return kActivation == kSwiglu ? result * up : result;
+        // What is small has a factor of exp(32) to the end, as no digit of a float may be lost before up has its part.
+        const bool is_far = sizeof(V) == 4 && u < V(-64);
+        const V power = exp((is_far ? V(32) : V(0)) - fabs(u)), factor = near_reciprocal(V(1) + power);
+        V result = (u < V(0) ? x * power : x) * factor;
+        if constexpr (kActivation == kSwiglu) result *= up;
+        return result * (is_far ? V(1.2664165549094176e-14) : V(1));
     }
 }
 
 // The same to about 5e-6, for what comes from 16 bits: a division and exp take several times as long as a product
-// leaves for its epilogue.
+// leaves for its epilogue. An exponential has a factor of 2^16, or its reciprocal does: else it would be 0, or past
+// what has a reciprocal, where results are still numbers of bfloat16.
 template <int kActivation> __device__ inline float activate_approximately(float x, float up) {
-    constexpr float kLog2E = 1.4426950408889634f;
+    constexpr float kLog2E = 1.4426950408889634f, kSmall = 1.0f / 65536;
     if constexpr (kActivation == kIdentity || kActivation == kRelu) return activate<kActivation>(x, up);
     if constexpr (kActivation == kGelu) {
         // The tail of the normal distribution is exp(-x * x / 2) times a smooth function, fitted here as a polynomial
         // in t. For x > 0 it is what the factor lacks of 1, for x < 0 it is the factor.
         const float size = fabsf(x) > 1e4f ? 1e4f : fabsf(x), t = approximate_reciprocal(1 + 0.31f * size);
-        float tail = -0.07392796f;
-        tail = tail * t + 0.18044689f;
-        tail = tail * t + 0.01574869f;
-        tail = tail * t + 0.13342752f;
-        tail = tail * t + 0.12044191f;
-        tail = tail * t + 0.12386063f;
-        return fmaxf(x, 0.0f) - size * (tail * t) * approximate_exp2(size * size * (-0.5f * kLog2E));
+        float tail = -0.07392796f * kSmall;
+        tail = tail * t + 0.18044689f * kSmall;
+        tail = tail * t + 0.01574869f * kSmall;
+        tail = tail * t + 0.13342752f * kSmall;
+        tail = tail * t + 0.12044191f * kSmall;
+        tail = tail * t + 0.12386063f * kSmall;
+        return fmaxf(x, 0.0f) - size * (tail * t) * approximate_exp2(size * size * (-0.5f * kLog2E) + 16);
     } else {
         x = x < -1e4f ? -1e4f : x;
-        float exponent = -kLog2E * x;
-        if constexpr (kActivation == kGeluTanh) {
-            exponent *= 1.5957691216057308f + 0.07135481282f * x * x;
-        }
-        const float silu = x * approximate_reciprocal(1 + approximate_exp2(exponent));
+        float slope = -kLog2E;
+        if constexpr (kActivation == kGeluTanh) slope *= 1.5957691216057308f + 0.07135481282f * x * x;
+        const float silu = x * kSmall * approximate_reciprocal(kSmall + approximate_exp2(slope * x - 16));
         return kActivation == kSwiglu ? silu * up : silu;
     }
 }

@@ -31,14 +31,19 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
     """The tanh approximation of `gelu`."""
     x = np.maximum(x, -1e4)
     near = np.minimum(x, 1e4)  # keeps the cube finite where tanh is 1 anyway
-    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (near + 0.044715 * near**3)))
+    # 0.5 * (1 + tanh(u)) is the logistic function of 2 u, which does not cancel for negative u.
+    return x * _logistic(2.0 * math.sqrt(2.0 / math.pi) * (near + 0.044715 * near**3))
 
 
 def silu(x: np.ndarray) -> np.ndarray:
     """x times the logistic function of x."""
     x = np.maximum(x, -1e4)
+    return x * _logistic(x)
+
+
+def _logistic(x: np.ndarray) -> np.ndarray:
     small = np.exp(-np.abs(x))  # of a negative number only: no overflow at either end
-    return x * np.where(x >= 0, 1.0, small) / (1.0 + small)
+    return np.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
 def swiglu(x: np.ndarray) -> np.ndarray:
