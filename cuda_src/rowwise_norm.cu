@@ -41,10 +41,7 @@ using NormLoad = typename Choose<kResidual, SumOfTwo<T, ACCESS>, OneArray<T, ACC
 
 // kCentered: less the mean.
 template <class T, class W, int ACCESS, int GROUPS, int TEAM, int CLUSTER, bool kCentered, bool kResidual>
-__global__ void __launch_bounds__(RowTeam<TEAM, CLUSTER>::BLOCK,
-                                  row_blocks<RowTeam<TEAM, CLUSTER>, NormLoad<T, ACCESS, kResidual>, Accumulator<T>,
-                                             GROUPS>())
-    ROW_BLOCKS(CLUSTER) rowwise_norm(const __grid_constant__ NormParams params) {
+__device__ inline void norm_rows(const NormParams& params) {
     using V = Accumulator<T>;
     constexpr int WIDTH = kGroup<T>;
     using Group = V[WIDTH];
@@ -125,6 +122,23 @@ __global__ void __launch_bounds__(RowTeam<TEAM, CLUSTER>::BLOCK,
         });
     }
     team.finish();
+}
+
+template <class T, int ACCESS, int GROUPS, class Team, bool kResidual>
+constexpr int kNormBlocks = row_blocks<Team, NormLoad<T, ACCESS, kResidual>, Accumulator<T>, GROUPS>();
+
+template <class T, class W, int ACCESS, int GROUPS, int TEAM, int CLUSTER, bool kCentered, bool kResidual,
+          IfOneBlock<CLUSTER> = 0, class Team = RowTeam<TEAM, 1>>
+__global__ void __launch_bounds__(Team::BLOCK, kNormBlocks<T, ACCESS, GROUPS, Team, kResidual>)
+    rowwise_norm(const __grid_constant__ NormParams params) {
+    norm_rows<T, W, ACCESS, GROUPS, TEAM, 1, kCentered, kResidual>(params);
+}
+
+template <class T, class W, int ACCESS, int GROUPS, int TEAM, int CLUSTER, bool kCentered, bool kResidual,
+          IfCluster<CLUSTER> = 0, class Team = RowTeam<TEAM, CLUSTER>>
+__global__ void __launch_bounds__(Team::BLOCK, kNormBlocks<T, ACCESS, GROUPS, Team, kResidual>) ROW_BLOCKS(CLUSTER)
+    rowwise_norm(const __grid_constant__ NormParams params) {
+    norm_rows<T, W, ACCESS, GROUPS, TEAM, CLUSTER, kCentered, kResidual>(params);
 }
 
 }  // namespace rawops

@@ -14,7 +14,7 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that have
 GROUPS = (0, 1, 2, 4, 8)  # that a thread holds, 0 for a row that is too long to be held
 _USUAL, _MOST = 4, 8  # groups a thread, where a larger team can have the others, and where none can
 _BUSY = 768  # threads that keep an SM busy
-_BLOCKS = 4  # of the largest team, on an SM at a time
+_BLOCKS = 2  # of the largest team, on an SM at a time
 
 ROW_FIELDS = {"rows": "int64", **dict.fromkeys(("extent1", "extent2", "extent3", "cols"), "int32")}
 

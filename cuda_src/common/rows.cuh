@@ -13,6 +13,15 @@
 
 namespace rawops {
 
+// For kernels that are there twice: clusters, of one block too, start no faster than one in 2.6 ns on an H200, and with
+// thousands of blocks of short rows that is what a launch takes.
+template <bool> struct OnlyIf {};
+template <> struct OnlyIf<true> {
+    using Type = int;
+};
+template <int CLUSTER> using IfOneBlock = typename OnlyIf<CLUSTER == 1>::Type;
+template <int CLUSTER> using IfCluster = typename OnlyIf<(CLUSTER > 1)>::Type;
+
 // What the arrays of a launch have alike: axes before the last one, the first of which is as long as it takes.
 struct RowShape {
     int64_t rows;
@@ -102,8 +111,19 @@ template <class T, int WIDTH, int ACCESS = WIDTH> struct Columns {
     }
     __device__ T& operator[](int i) { return piece[i / PIECE].data[i % PIECE]; }
     template <class V> __device__ void widen_to(V (&values)[WIDTH]) const {
+        if constexpr (is_same<T, __nv_bfloat16> && PIECE > 1) {
+            // The upper one of a word is the word without its lower half, which takes one instruction instead of two.
+            uint32_t words[WIDTH / 2];
+            memcpy(words, piece, sizeof(words));
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) values[i] = widen(piece[i / PIECE].data[i % PIECE]);
+            for (int i = 0; i < WIDTH / 2; ++i) {
+                values[2 * i] = __uint_as_float(words[i] << 16);
+                values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) values[i] = widen(piece[i / PIECE].data[i % PIECE]);
+        }
     }
     template <class V> __device__ void narrow_from(const V (&values)[WIDTH]) {
 #pragma unroll
