@@ -358,7 +358,7 @@ def lsmr(
     A : SparseMatrix, array (m, n), sparse matrix or operator
         Any of: a `rawops.SparseMatrix`; a dense array of any strides; CuPy's sparse matrices, which are converted (make
         a `SparseMatrix` once, where there are several solves); an object with ``shape``, ``dtype``, ``matvec`` and
-        ``rmatvec``, such as a `LinearOperator`. Integers in it count as float64.
+        ``rmatvec``, such as a `LinearOperator`. Integers in it count as float64, floats of 16 bits as float32.
     b : array (m,) or (m, 1), or sparse matrix (m, 1)
     damp : float
         Damping of x - x0.
