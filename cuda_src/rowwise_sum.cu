@@ -10,11 +10,11 @@ struct SumParams {
 };
 
 // Groups that a thread has on their way before it adds the first.
-template <class T, int ACCESS> constexpr int kAhead = ACCESS != kGroup<T> ? 2 : sizeof(T) == 2 ? 4 : 8;
+template <class T, int ACCESS> constexpr int kAhead = ACCESS == kGroup<T> ? 4 : 2;
 
-// Threads that an SM has room for, as registers for these groups allow; without a number the compiler makes room for
-// all that an SM could have, and has one load on its way at a time for it.
-constexpr int kSumThreads = 1024;
+// On an SM, at least: without a number the compiler makes room for all threads that an SM could have, and has one load
+// on its way at a time for it.
+constexpr int kSumBlocks = 1;
 
 // In pairs.
 template <class V, int N> __device__ inline V sum_of(V (&values)[N]) {
@@ -63,14 +63,14 @@ __device__ inline void sum_rows(const SumParams& params) {
 }
 
 template <class T, class Out, int ACCESS, int TEAM, int CLUSTER, IfOneBlock<CLUSTER> = 0>
-__global__ void __launch_bounds__(RowTeam<TEAM, 1>::BLOCK, kSumThreads / RowTeam<TEAM, 1>::BLOCK)
+__global__ void __launch_bounds__(RowTeam<TEAM, 1>::BLOCK, kSumBlocks)
     rowwise_sum(const __grid_constant__ SumParams params) {
     sum_rows<T, Out, ACCESS, TEAM, 1>(params);
 }
 
 template <class T, class Out, int ACCESS, int TEAM, int CLUSTER, IfCluster<CLUSTER> = 0>
-__global__ void __launch_bounds__(RowTeam<TEAM, CLUSTER>::BLOCK, kSumThreads / RowTeam<TEAM, CLUSTER>::BLOCK)
-    ROW_BLOCKS(CLUSTER) rowwise_sum(const __grid_constant__ SumParams params) {
+__global__ void __launch_bounds__(RowTeam<TEAM, CLUSTER>::BLOCK, kSumBlocks) ROW_BLOCKS(CLUSTER)
+    rowwise_sum(const __grid_constant__ SumParams params) {
     sum_rows<T, Out, ACCESS, TEAM, CLUSTER>(params);
 }
 

@@ -11,6 +11,7 @@ import numpy as np
 from rawops._rowwise_layout import (
     CLUSTERS,
     GROUPS,
+    LOADS,
     MAX_COLS,
     ROW_FIELDS,
     TEAMS,
@@ -193,7 +194,8 @@ def team_launch(device, spec: KernelSpec, rows: Rows, cols: int, access: int, pl
     """Return what launches a kernel that has a team for each row."""
     itemsize = rows.views[0].itemsize
     count = rows.count * len(rows.outer)  # of all launches: strides must not change the order of sums
-    team = team_of(-(-cols * itemsize // 16), count, access * itemsize == 16, device)
+    few = 1 if "groups" in spec.choices else LOADS  # what holds no groups has some on their way at a time
+    team = team_of(-(-cols * itemsize // 16), count, access * itemsize == 16, device, few)
     choices |= {name: value for name, value in team.items() if name in spec.choices}
     kernel = spec.kernel(device, **choices, access=access)
     threads = max(team["team"], _LEAST_THREADS)

@@ -12,6 +12,7 @@ MAX_COLS = 2**31 - 2**16  # leaves the kernels' int arithmetic room
 TEAMS = (8, 32, 128, 256, 512)  # threads of a block that have one row
 CLUSTERS = (1, 2, 4, 8)  # blocks that have
 GROUPS = (0, 1, 2, 4, 8)  # that a thread holds, 0 for a row that is too long to be held
+LOADS = 4  # groups that `row_sum` has on their way at a time
 _USUAL, _MOST = 4, 8  # groups a thread, where a larger team can have the others, and where none can
 _BUSY = 768  # threads that keep an SM busy
 _BLOCKS = 2  # of the largest team, on an SM at a time
@@ -157,11 +158,13 @@ def access_of(views: tuple[View | None, ...], itemsize: int, *offsets: int) -> i
     return 0 if any(view is not None and view.col != 1 for view in views) else width_of(views, itemsize, *offsets)
 
 
-def team_of(groups: int, rows: int, whole: bool, device) -> dict[str, int]:
+def team_of(groups: int, rows: int, whole: bool, device, few: int = 1) -> dict[str, int]:
     """Return threads of a block and blocks a row, and the groups that each thread holds: 0 of a row that is too long.
 
     `groups` are those of a row, of 16 bytes, which are read as a `whole` or not: that does not change which thread has
     which, so that sums come in the same order.
+
+    `few` are those that a thread has where rows are few.
 
     On Hopper and later the blocks of a cluster share what one block cannot hold, and what too few blocks would read.
     """
@@ -170,7 +173,7 @@ def team_of(groups: int, rows: int, whole: bool, device) -> dict[str, int]:
         # Many short rows: the fewer threads, the less is done for each besides its groups.
         team = TEAMS[0] if groups <= TEAMS[0] * _MOST and rows * TEAMS[0] >= full else TEAMS[1]
     else:
-        each = 1 if rows * TEAMS[-2] <= full else _USUAL  # few rows: all wait for what a thread does
+        each = few if rows * TEAMS[-2] <= full else _USUAL  # few rows: all wait for what a thread does
         team = next((t for t in TEAMS[:-1] if groups <= t * each), TEAMS[-2])
     if groups > team * _MOST:
         team = TEAMS[-1]
