@@ -18,10 +18,12 @@ template <class V> __device__ inline void swap_rows(V (&value)[4], unsigned lane
 
 // partials: (splits, batches, M, row_stride) in the accumulator's type. LANES threads share the slices of one group of
 // columns, and the first finishes it. Neighbouring threads have neighbouring groups, so that they read whole lines.
-// kFragments: no rows, but 16 rows x 8 columns after each other as write_fragments in hopper_finish.cuh leaves them, in
+// kFragments: no rows, but 16 rows x 8 columns after each other as SumsOut in hopper_finish.cuh leaves them, in
 // one batch; M and the columns are rounded up to that.
+//
+// The compiler would do with 32 registers, and have each load wait for the one before: hence the blocks of an SM.
 template <class T, class Out, int LANES, int kActivation, bool kFragments>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, 4)
     gemm_reduce(const __grid_constant__ GemmParams params,
                 const Accumulator<T>* partials, int splits, int row_stride) {
     start_next_launch();

@@ -29,10 +29,20 @@ __global__ void __launch_bounds__(Tile::THREADS, 1) __cluster_dims__(CLUSTER, 1,
 template <class T, class Out, int BLOCK_M, int BLOCK_N, int STAGES, bool kAKMajor, bool kBKMajor, int kActivation,
           int kFinish, bool kPingPong,
           class Tile = HopperTile<T, Out, BLOCK_M, BLOCK_N, STAGES, 1, kAKMajor, kBKMajor, kActivation, kFinish,
-                                  kPingPong, NoLowRank, false, NoScaling, true>>
+                                  kPingPong, NoLowRank, false, NoScaling, 2>>
 __global__ void __launch_bounds__(Tile::THREADS, 1) __cluster_dims__(2, 1, 1)
     gemm_sm90_pairs(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmParams params,
                     int raster_group) {
+    run_gemm<Tile>(maps, params, nullptr, raster_group);
+}
+
+template <class T, class Out, int BLOCK_M, int BLOCK_N, int STAGES, bool kAKMajor, bool kBKMajor, int kActivation,
+          int kFinish,
+          class Tile = HopperTile<T, Out, BLOCK_M, BLOCK_N, STAGES, 1, kAKMajor, kBKMajor, kActivation, kFinish, false,
+                                  NoLowRank, false, NoScaling, 4>>
+__global__ void __launch_bounds__(Tile::THREADS, 1) __cluster_dims__(4, 1, 1)
+    gemm_sm90_squares(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmParams params,
+                      int raster_group) {
     run_gemm<Tile>(maps, params, nullptr, raster_group);
 }
 

@@ -213,6 +213,8 @@ def explain_hopper(
         found.add("boxes", boxes, f"of {width} columns, which {config.blocks} blocks share out: {columns}")
     if config.pairs:
         found.add("pairs", 2, "blocks with tiles below each other, which load b once for both")
+    if config.squares:
+        found.add("squares", 4, "blocks with two by two tiles, which load each half of a tile's operand once for two")
     columns = problem.N * problem.parts
     rows = "row tiles to expect" if problem.grouped else f"row tiles, ceil({problem.M} / {config.block_m}) of each"
     counts = {
@@ -222,13 +224,14 @@ def explain_hopper(
     at_a_time = _gemm_sm90_config.tiles_at_a_time(config.cluster, device.sm_count)
     add_waves(found, counts, at_a_time, f"one block an SM, {config.cluster} a tile")
     found.add("predicted_cycles", 4 * config.cost, f"4 x cost, see {formula}")
+    sharing = [name for name in ("pairs", "squares") if any(getattr(c, name) for c in candidates)]
     found.candidates = [
         {
             "tile": f"{c.block_m} x {c.block_n}",
             "stages": c.stages,
             "cluster": c.cluster,
             "consumers": "take turns" if c.ping_pong else c.consumers,
-            **({"pairs": "yes" if c.pairs else ""} if any(c.pairs for c in candidates) else {}),
+            **{name: "yes" if getattr(c, name) else "" for name in sharing},
             **({"x @ a": "rides" if c.rides else "read"} if problem.rank else {}),
             "blocks": c.blocks,
             "waves": c.waves,

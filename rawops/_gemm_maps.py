@@ -73,13 +73,17 @@ def tensor_maps(device, operands: dict, problem, config, sizes: tuple, extents: 
     block_k = box = SPAN // problem.itemsize
     b_rows = config.block_n // (2 if config.pairs else problem.parts) if problem.b_k_major else box
     a_rows = min(config.block_m, -(-M // 8) * 8) if problem.a_k_major else box
+    a_depth = b_depth = block_k
+    if config.squares:  # half of a tile's rows or columns, or half of the block of K where that is across
+        a_rows, a_depth = _half_box(config.block_m, problem.a_k_major)
+        b_rows, b_depth = _half_box(config.block_n, problem.b_k_major)
     first, second = (a, (M, a.row), (K, a.col)), (b, (N, b.col), (K, b.row))
     if problem.transposed:
         first, second = second, first
     fetched = bytes_fetched(problem, config)
     describe = [
-        map_of(*first, problem.a_k_major, a_rows, block_k, extents, fetched),
-        map_of(*second, problem.b_k_major, b_rows, block_k, extents, fetched),
+        map_of(*first, problem.a_k_major, a_rows, a_depth, extents, fetched),
+        map_of(*second, problem.b_k_major, b_rows, b_depth, extents, fetched),
     ]
     if problem.finish not in (DIRECT, PARTIAL):
         cols = box_cols(config.share(problem), widest=config.pass_cols(problem))
@@ -91,6 +95,14 @@ def tensor_maps(device, operands: dict, problem, config, sizes: tuple, extents: 
         return b"".join(encode(device, describe, (first, second, out))).ljust(3 * 128, b"\0")
 
     return maps
+
+
+def _half_box(extent: int, is_k_major: bool) -> tuple[int, int]:
+    """Return the box of half an operand, along MN and along K: see load_half in hopper_copies.cuh."""
+    elements = SPAN // 2
+    if is_k_major:
+        return extent // 2, elements
+    return (elements, elements // 2) if extent == elements else (elements, elements)
 
 
 def bytes_fetched(problem, config) -> int:

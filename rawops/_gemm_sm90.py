@@ -23,6 +23,7 @@ from rawops._gemm_sm90_specs import (
     SM90,
     SM90_CLUSTER,
     SM90_PAIRS,
+    SM90_SQUARES,
     STAGED,
 )
 from rawops._runtime.kernel import Function
@@ -128,6 +129,8 @@ def plan(
         choices |= {"ping_pong": config.ping_pong} if config.cluster == 1 else {}
     elif config.cluster > 1:
         spec = SM90_CLUSTER
+    elif config.squares:
+        spec = SM90_SQUARES
     else:
         spec, choices["ping_pong"] = SM90_PAIRS if config.pairs else SM90, config.ping_pong
     kernel = spec.kernel(device, **choices)

@@ -132,7 +132,8 @@ class Config:
     The blocks of a cluster share a tile, each a slice of K. `pairs`: two blocks take tiles below each other and load b
     once for both. `rides`: the columns of lora_a go along the K loop; otherwise `beside` blocks of another launch make
     x @ a, if wanted. `halved`: see `in_halves`. `by_columns`: the consumers share out the columns of a tile, not its
-    rows. Blocks that run at the same time work on `raster_rows` rows of tiles, to share operands in the L2.
+    rows. `squares`: four blocks take two by two tiles, and load each half of a tile's a and b once for two of them.
+    Blocks that run at the same time work on `raster_rows` rows of tiles, to share operands in the L2.
     """
 
     block_m: int
@@ -149,6 +150,7 @@ class Config:
     beside: int = 0
     halved: bool = False
     by_columns: bool = False
+    squares: bool = False
 
     @property
     def consumers(self) -> int:
@@ -282,18 +284,19 @@ def configure(
     ping_pong: bool = False,
     rides: bool = False,
     pairs: bool = False,
+    squares: bool = False,
 ) -> Config:
     """Complete a configuration with as many stages as fit, the order of tiles, and its cost."""
-    together = 2 if pairs else 1  # rows of tiles
-    tiles_m, tiles_n = -(-problem.M // block_m), -(-problem.N * problem.parts // block_n)
+    together, across = 2 if pairs or squares else 1, 2 if squares else 1  # rows and columns of tiles
+    tiles_m, tiles_n = -(-problem.M // block_m), -(-problem.N * problem.parts // (block_n * across)) * across
     tiles = problem.row_tiles(block_m * together) * together * tiles_n
     at_a_time = tiles_at_a_time(cluster, sm_count)
     waves = -(-tiles // at_a_time)
     bands = -(-tiles_m // _RASTER_ROWS[problem.M > 4096])
     blocks = tiles * cluster if cluster > 1 else sm_count if problem.grouped else min(tiles, sm_count)
     rows = -(-tiles_m // (bands * together)) * together
-    blocks -= blocks % together
-    config = Config(block_m, block_n, 0, cluster, ping_pong, rides, rows, blocks, waves, 0, pairs)
+    blocks -= blocks % (together * across)
+    config = Config(block_m, block_n, 0, cluster, ping_pong, rides, rows, blocks, waves, 0, pairs, squares=squares)
     config = replace(config, by_columns=problem.by_columns(block_m, cluster))
     config = replace(config, blocks=_sharing_blocks(problem, config, sm_count))
     stages = (max_shared_bytes - config.other_bytes(problem)) // config.stage_bytes(problem)

@@ -84,6 +84,13 @@ SM90_PAIRS = spec_of(
     ("bfloat16", "float32", 64, 128, 8, True, True, 0, PARTIAL, False),
     ("bfloat16", "float32", 128, 128, 7, True, True, 0, PARTIAL, False),
 )
+SM90_SQUARES = spec_of(
+    "gemm_sm90.cu",
+    "gemm_sm90_squares",
+    {**TILE_CHOICES, **OPERAND_CHOICES},
+    ("bfloat16", "float32", 64, 64, 8, True, True, 0, PARTIAL),
+    ("float16", "float32", 64, 64, 8, False, False, 0, PARTIAL),
+)
 SM90_CLUSTER = spec_of(
     "gemm_sm90.cu",
     "gemm_sm90_cluster",

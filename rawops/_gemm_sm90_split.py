@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -12,18 +11,32 @@ from rawops._gemm_operands import Operand, pack_shape
 from rawops._gemm_sm90_config import BLOCK_K, Config, Problem, configure, select_config, tiles_at_a_time
 from rawops._gemm_sm90_specs import DIRECT, PARTIAL
 
-_TILES = (64, 64), (64, 128), (128, 64), (128, 128)
+_ALONE, _PAIRS, _SQUARES = {}, {"pairs": True}, {"squares": True}
+_WAYS = (  # tiles, and whether blocks share what they load
+    ((64, 64), _ALONE),
+    ((64, 64), _SQUARES),
+    ((64, 128), _ALONE),
+    ((64, 128), _PAIRS),
+    ((64, 128), _SQUARES),
+    ((128, 64), _ALONE),
+    ((128, 128), _ALONE),
+    ((128, 128), _PAIRS),
+    ((128, 128), _SQUARES),
+)
 _MIN_BLOCKS = 2  # of K in a slice
-_AHEAD = 4  # blocks of K that the L2 is asked for early, where blocks come early: to SMs that are idle
+_AHEAD = 4  # blocks of K that the L2 is asked for early, where blocks come early: to SMs that are idle, and
+_SQUARES_AHEAD = 5  # by squares, whose launch leaves few SMs idle: they come when the products before have ended
 
 # In the units of _gemm_sm90_config.py. Fitted to 380 timings of 33 products with few tiles, in slices and not, on an
-# H200, which they tell to 5 per cent near the fastest. Their choice takes 2.3 per cent longer than that, 11 at most.
+# H200, and those of squares and of the second launch to 140 of 45 later ones, which they tell to 5 per cent near the
+# fastest. Their choice takes 1 per cent longer than that, 10 at most.
 _START = 700  # of a launch, until the first stage is there
 _LATENCY = 300  # of a stage under way
 _L2_BYTES, _MEMORY_BYTES = 32000, 10200  # that all SMs take in
-_SECOND_START, _EARLY = 390, 30  # of the second launch, and what comes early is spared
+_SECOND_START, _EARLY = 215, 30  # of the second launch, and what comes early is spared
 _SUMS_BYTES, _TILE_BYTES = 8200, 120  # of partial sums: that all SMs write and read again, that one writes
 _CLUSTER = 350  # of two blocks, and twice as much of eight
+_SQUARES_START, _SQUARES_BYTES = 200, 480  # of four blocks; that one takes in
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,7 @@ def cost_without(problem: Problem, sm_count: int, max_shared_bytes: int) -> int:
     whole = select_config(replace(problem, finish=DIRECT), sm_count, max_shared_bytes)
     cost = predict(problem, whole, 1, sm_count)
     if 16 * whole.blocks >= 15 * sm_count and min(problem.M, problem.N * problem.parts) <= 128:
-        cost -= cost // 16  # all SMs wait for the memory as it is: partial sums are more to wait for than it seems
+        cost -= cost // 14  # all SMs wait for the memory as it is: partial sums are more to wait for than it seems
     return cost
 
 
@@ -74,20 +87,23 @@ def candidates(problem: Problem, sm_count: int, max_shared_bytes: int) -> list[S
     if problem.batches > 1 or (problem.parts == 2 and problem.N % 8):  # sums lie by eight columns
         return []
     columns, found = problem.N * problem.parts, []
-    for (block_m, block_n), pairs in itertools.product(_TILES, (False, True)):
+    for (block_m, block_n), sharing in _WAYS:
         tiles_m, tiles_n = -(-problem.M // block_m), -(-columns // block_n)
-        most = min(problem.k_blocks // _MIN_BLOCKS, sm_count // (tiles_m * tiles_n))
-        if pairs and (block_n < 128 or tiles_m % 2):
+        squares = sharing is _SQUARES
+        if (sharing and tiles_m % 2) or (squares and tiles_n % 2):
             continue
+        places = tiles_at_a_time(4, sm_count) * 4 if squares else sm_count
+        most = min(problem.k_blocks // _MIN_BLOCKS, places // (tiles_m * tiles_n))
         wasted = max(block_m, block_n) > 64 >= problem.M or block_n > 64 >= columns  # of few rows, more SMs share b
         if most < 2 or wasted:
             continue
-        config = configure(partial(problem, most), sm_count, max_shared_bytes, block_m, block_n, pairs=pairs)
+        config = configure(partial(problem, most), sm_count, max_shared_bytes, block_m, block_n, **sharing)
         for count in range(2, most + 1):
             if step_of(problem.K, count) * (count - 1) < problem.K:  # the last slice has something
                 config = replace(config, blocks=tiles_m * tiles_n * count)
                 cost = predict(problem, config, count, sm_count)
-                found.append(Slices(count, replace(config, cost=cost), _AHEAD * (2 * config.blocks <= sm_count)))
+                ahead = _SQUARES_AHEAD if squares else _AHEAD if 2 * config.blocks <= sm_count else 0
+                found.append(Slices(count, replace(config, cost=cost), ahead))
     return sorted(found, key=lambda s: (s.config.cost, s.count))
 
 
@@ -95,32 +111,49 @@ def predict(problem: Problem, config: Config, count: int, sm_count: int) -> int:
     """Predict the time of a product with few tiles, in `count` slices of K or, 1, as it is.
 
     Multiplying, what the L2 gives and what the memory gives are under way together, none of them evenly: the main loop
-    takes the root of the sum of their squares. An operand that several tiles read comes a seventh slower, but not a b
-    that two blocks share, of which the L2 gives three fifths as much.
+    takes the root of the sum of their squares.
     """
     columns, cluster = problem.N * problem.parts, config.cluster
     tiles_m, tiles_n = -(-problem.M // config.block_m), -(-columns // config.block_n)
     blocks = tiles_m * tiles_n * count * cluster
     rounds = -(-blocks // (tiles_at_a_time(cluster, sm_count) * cluster))
     k_blocks = -(-problem.k_blocks // (count * cluster))
-    rows = min(config.block_m, -(-problem.M // 8) * 8) if problem.a_k_major else config.block_m
     k_block = max((config.block_n + 4) * config.block_m // 160, _LATENCY // config.stages)
     multiplying = rounds * k_blocks * k_block
-    taken_in = rows + (config.block_n * 3 // 5 if config.pairs else config.block_n)
-    from_l2 = blocks * k_blocks * taken_in * SPAN // _L2_BYTES
-    from_memory = problem.M * (8 if tiles_n > 1 else 7) + columns * (8 if tiles_m > 1 + config.pairs else 7)
-    from_memory = from_memory * problem.K * problem.itemsize // (7 * _MEMORY_BYTES)
+    from_l2, from_memory = _traffic(problem, config, (tiles_m, tiles_n), blocks, k_blocks)
     main_loop = math.isqrt(multiplying**2 + from_l2**2 + from_memory**2)
-    cost = _START + main_loop
+    cost = _START + main_loop + (_SQUARES_START if config.squares else 0)
     if cluster > 1:
         cost += rounds * _CLUSTER
     if cluster > 2:  # many parts are on their way from other SMs at a time
         cost += rounds * _CLUSTER + main_loop // 4
     if count > 1:
-        cost += _SECOND_START - (_EARLY if 2 * blocks <= sm_count else 0)
+        cost += _SECOND_START - (_EARLY if 2 * blocks <= sm_count or config.squares else 0)
         cost += config.block_m * config.block_n * 4 // _TILE_BYTES
         cost += count * problem.M * columns * 4 // _SUMS_BYTES
     return cost
+
+
+def _traffic(problem: Problem, config: Config, tiles: tuple[int, int], blocks: int, k_blocks: int) -> tuple[int, int]:
+    """Return how long the L2 and the memory take for a and b.
+
+    An operand that several tiles read comes a seventh slower, but not where two blocks share it: of the b of a pair,
+    the L2 gives three fifths as much. Of squares the limit is what one SM takes in, with what lies outside, and the
+    memory has a sixth of it ready.
+    """
+    (tiles_m, tiles_n), (block_m, block_n) = tiles, (config.block_m, config.block_n)
+    rows, columns = problem.M, problem.N * problem.parts
+    down, across = 2 if config.pairs or config.squares else 1, 2 if config.squares else 1  # tiles that share b, and a
+    if config.squares:
+        rows, columns = tiles_m * block_m, tiles_n * block_n
+        from_l2 = k_blocks * (block_m + block_n) * SPAN // _SQUARES_BYTES
+    else:
+        read = min(block_m, -(-problem.M // 8) * 8) if problem.a_k_major else block_m
+        taken_in = read + (block_n * 3 // 5 if config.pairs else block_n)
+        from_l2 = blocks * k_blocks * taken_in * SPAN // _L2_BYTES
+    lines = rows * (8 if tiles_n > across else 7) + columns * (8 if tiles_m > down else 7)
+    from_memory = lines * problem.K * problem.itemsize // (7 * _MEMORY_BYTES)
+    return from_l2, from_memory * 5 // 6 if config.squares else from_memory
 
 
 def partial(problem: Problem, count: int) -> Problem:

@@ -40,17 +40,21 @@ def test_exact(hopper, four_slices, rng, M, N, K, layouts):
 
 @pytest.mark.parametrize("layouts", [("row", "row"), ("row", "col"), ("col", "row")], ids="-".join)
 @pytest.mark.parametrize(
-    "sizes, tile, count, pairs, ahead, lanes",
+    "sizes, tile, count, together, ahead, lanes",
     [
-        ((130, 66, 456), (64, 64), 4, False, 2, 4),  # the last slice ends inside a block of K
-        ((130, 136, 448), (64, 128), 3, True, 9, 1),  # the last slice is shorter
-        ((20, 70, 648), (64, 64), 5, False, 1, 2),
-        ((250, 260, 520), (128, 128), 2, True, 0, 1),
-        ((100, 24, 1280), (64, 64), 18, False, 0, 8),  # the last slices have nothing
+        ((130, 66, 456), (64, 64), 4, None, 2, 4),  # the last slice ends inside a block of K
+        ((130, 136, 448), (64, 128), 3, "pairs", 9, 1),  # the last slice is shorter
+        ((20, 70, 648), (64, 64), 5, None, 1, 2),
+        ((250, 260, 520), (128, 128), 2, "pairs", 0, 1),
+        ((100, 24, 1280), (64, 64), 18, None, 0, 8),  # the last slices have nothing
+        ((100, 72, 456), (64, 64), 3, "squares", 5, 1),
+        ((130, 300, 328), (64, 64), 2, "squares", 0, 1),  # tiles with nothing
+        ((200, 130, 456), (128, 128), 2, "squares", 3, 1),
+        ((120, 260, 392), (64, 128), 3, "squares", 2, 1),
     ],
 )
-def test_every_slice(hopper, monkeypatch, rng, sizes, tile, count, pairs, ahead, lanes, layouts):
-    """Slices of any length, by tiles that share b or do not, with what is asked for ahead.
+def test_every_slice(hopper, monkeypatch, rng, sizes, tile, count, together, ahead, lanes, layouts):
+    """Slices of any length, by tiles that share what they load or do not, with what is asked for ahead.
 
     `lanes` threads add up a sum, as few as they are of many sums alone.
     """
@@ -58,7 +62,8 @@ def test_every_slice(hopper, monkeypatch, rng, sizes, tile, count, pairs, ahead,
         monkeypatch.setattr(_gemm_call, "_FEW_GROUPS", 0)
 
     def chosen(problem, *limits):
-        config = configure(split.partial(problem, count), *limits, *tile, pairs=pairs)
+        sharing = {} if together is None else {together: True}
+        config = configure(split.partial(problem, count), *limits, *tile, **sharing)
         return split.Slices(count, dataclasses.replace(config, stages=3), ahead)
 
     monkeypatch.setattr(split, "select_slices", chosen)
@@ -92,24 +97,25 @@ def test_alpha_of_zero_reads_nothing(hopper, four_slices):
 @pytest.mark.parametrize(
     "sizes, expected",
     [
-        ((128, 128, 32768), (64, 128, 32, True)),
-        ((64, 64, 65536), (64, 64, 64, False)),
-        ((128, 256, 16384), (64, 128, 16, True)),
-        ((256, 256, 16384), (64, 128, 13, True)),
-        ((512, 512, 16384), (64, 128, 4, True)),
-        ((256, 1024, 8192), (64, 128, 4, True)),
-        ((64, 128, 16384), (64, 64, 32, False)),
-        ((16, 64, 8192), (64, 64, 64, False)),
-        ((128, 128, 4096), (64, 64, 13, False)),
-        ((256, 256, 4096), (64, 64, 6, False)),
-        ((128, 1024, 16384), (64, 128, 8, True)),
-        ((16, 1024, 4096), (64, 64, 8, False)),
-        ((128, 128, 32760), (64, 128, 32, True)),  # the last slice is shorter
-        ((512, 512, 4096), (64, 128, 4, True)),
+        ((128, 128, 32768), (64, 64, 29, "squares")),
+        ((64, 64, 65536), (64, 64, 64, None)),
+        ((128, 256, 16384), (64, 64, 14, "squares")),
+        ((256, 256, 16384), (64, 128, 14, "squares")),
+        ((512, 512, 16384), (128, 128, 7, "squares")),
+        ((256, 1024, 8192), (64, 128, 4, "pairs")),
+        ((64, 128, 16384), (64, 64, 32, None)),
+        ((16, 64, 8192), (64, 64, 64, None)),
+        ((128, 128, 4096), (64, 64, 13, None)),
+        ((256, 256, 4096), (64, 64, 6, None)),
+        ((128, 192, 12288), (64, 64, 16, None)),  # three tiles across
+        ((16, 1024, 4096), (64, 64, 8, None)),
+        ((128, 128, 32760), (64, 64, 29, "squares")),  # the last slice is shorter
+        ((512, 512, 4096), (64, 128, 4, "pairs")),
+        ((384, 384, 8192), (64, 128, 6, "pairs")),
         ((4096, 4096, 4096), None),
         ((64, 4096, 4096), None),
         ((64, 4096, 14336), None),
-        ((128, 4096, 14336), (64, 128, 2, True)),
+        ((128, 4096, 14336), (64, 128, 2, "pairs")),
         ((4096, 64, 4096), None),
         ((128, 128, 512), None),
     ],
@@ -117,8 +123,12 @@ def test_alpha_of_zero_reads_nothing(hopper, four_slices):
 def test_when_it_pays(sizes, expected):
     problem = Problem(*sizes)
     found = split.select_slices(problem, **H200)
-    assert (found and (found.config.block_m, found.config.block_n, found.count, found.config.pairs)) == expected
+    assert (found and (found.config.block_m, found.config.block_n, found.count, shared_by(found.config))) == expected
     assert split.select_slices(dataclasses.replace(problem, batches=2), **H200) is None
+
+
+def shared_by(config) -> str | None:
+    return "pairs" if config.pairs else "squares" if config.squares else None
 
 
 def test_slices_fill_one_round():
@@ -132,8 +142,12 @@ def test_slices_fill_one_round():
             step = split.step_of(problem.K, s.count)
             assert step >= 2 * 64 and step * (s.count - 1) < problem.K <= step * s.count  # no slice has nothing
             assert s.config.blocks == tiles * s.count <= 132
-            assert (s.ahead > 0) == (s.config.blocks <= 66)
-            assert not s.config.pairs or -(-problem.M // s.config.block_m) % 2 == 0
+            assert (s.ahead > 0) == (s.config.blocks <= 66 or s.config.squares)
+            assert not shared_by(s.config) or -(-problem.M // s.config.block_m) % 2 == 0
+            if s.config.squares:
+                assert -(-problem.N // s.config.block_n) % 2 == 0
+                assert s.config.blocks % 4 == 0
+                assert s.config.blocks <= 116  # 29 clusters of four find room at a time
 
 
 def test_predicted_time():
@@ -146,8 +160,22 @@ def test_predicted_time():
     main_loop = math.isqrt(multiplying**2 + from_l2**2 + from_memory**2)
     sums = 64 * 128 * 4 // 120 + 32 * 128 * 128 * 4 // 8200
     cost = split.predict(problem, config, 32, 132)
-    assert cost == 700 + main_loop + 390 - 30 + sums
-    assert abs(cost * 4 / 1755 - 7.7) < 0.4  # us, as measured
+    assert cost == 700 + main_loop + 215 - 30 + sums
+    assert abs(cost * 4 / 1755 - 7.3) < 0.4  # us, as measured
+
+
+def test_predicted_time_of_squares():
+    """The same in 29 slices of 64 x 64 on 116 SMs, four of which share both operands."""
+    problem = Problem(128, 128, 32768)
+    config = configure(split.partial(problem, 29), *H200.values(), 64, 64, squares=True)
+    main_loop = math.isqrt(
+        (18 * (300 // 8)) ** 2
+        + (18 * (64 + 64) * 128 // 480) ** 2
+        + ((128 * 7 + 128 * 7) * 32768 * 2 // 71400 * 5 // 6) ** 2
+    )
+    cost = split.predict(problem, config, 29, 132)
+    assert cost == 700 + 200 + main_loop + 215 - 30 + 64 * 64 * 4 // 120 + 29 * 128 * 128 * 4 // 8200
+    assert abs(cost * 4 / 1755 - 6.8) < 0.3  # us, as measured
 
 
 @pytest.mark.parametrize("finish", [STAGED, BIASED, DIRECT])

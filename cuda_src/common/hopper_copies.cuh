@@ -52,12 +52,12 @@ template <class Tile> struct Exchange {
             barrier_init(turns + 8, 1);
         }
         if constexpr (Tile::LowRank::RANK > 0) lora_b_barriers.init(Tile::kRanksInTurn ? 1 : Tile::CONSUMERS);
-        const int releases = (Tile::kPingPong ? 1 : Tile::CONSUMERS) * Tile::Scaling::RELEASES * Tile::SHARERS;
+        const int releases = (Tile::kPingPong ? 1 : Tile::CONSUMERS) * Tile::Scaling::RELEASES * Tile::RELEASERS;
         barriers.init(releases, 1 + Tile::Scaling::LOADERS + Tile::LowRank::LOADERS);
     }
 };
 
-// For whom: this block, this block and nobody after it, both blocks of a pair; nobody yet, but the L2 is to have it.
+// For whom: this block, this block and nobody after it, two blocks of a cluster; nobody yet, but the L2 is to have it.
 enum Reader : int { kOwn, kOnce, kForBoth, kLater };
 
 // Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and K_EXTENT along K. They
@@ -80,6 +80,20 @@ __device__ inline void load_operand(uint32_t destination, const TensorMap& map, 
     }
 }
 
+// The same of one half of it, which is one box: half of MN, but half of K where all of MN is one box across. It is for
+// the blocks of `ranks`.
+template <bool kKMajor, int EXTENT, int kReader>
+__device__ inline void load_half(uint32_t destination, const TensorMap& map, TensorCoordinates from, int mn, int k,
+                                 int half, uint32_t full, int ranks) {
+    constexpr bool kHalfOfK = !kKMajor && EXTENT == 64;
+    static_assert(kKMajor || EXTENT <= 128, "one box");
+    (kHalfOfK ? k : mn) += half * EXTENT / 2;
+    from.at[0] = kKMajor ? k : mn;
+    from.at[1] = kKMajor ? mn : k;
+    if constexpr (kReader == kLater) tma_prefetch(map, from);
+    else tma_load_multicast(destination + half * EXTENT / 2 * 128, map, from, full, ranks);
+}
+
 // Rows of a's tile that no copy brings, where a has fewer than a tile: the box is as high as a, in eights.
 template <class Tile> __device__ inline int missing_rows(int M) {
     return Tile::kAKMajor && M < Tile::BLOCK_M ? Tile::BLOCK_M - ceil_div(M, 8) * 8 : 0;
@@ -91,10 +105,19 @@ template <class Tile>
 __device__ inline void ask_ahead(const GemmMaps& maps, const Work& work, const TensorCoordinates& a,
                                  const TensorCoordinates& b, int first_k, int blocks) {
     constexpr int COLS = Tile::BLOCK_N / Tile::SHARERS;  // of a pair, each block asks for half
-    const int n = work.n + (Tile::kPairs ? cluster_rank() * COLS : 0);
+    const int rank = Tile::kShares ? cluster_rank() : 0, n = work.n + (Tile::kPairs ? rank * COLS : 0);
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
         const int k = first_k + block * Tile::BLOCK_K;
+        if constexpr (Tile::kSquares) {
+            if (work.n < Tile::BLOCK_N * 2) {
+                load_half<Tile::kAKMajor, Tile::BLOCK_M, kLater>(0, maps.a, a, work.m, k, rank / 2, 0, 0);
+            }
+            if (work.m < Tile::BLOCK_M * 2) {
+                load_half<Tile::kBKMajor, Tile::BLOCK_N, kLater>(0, maps.b, b, work.n, k, rank % 2, 0, 0);
+            }
+            continue;
+        }
         if (work.n == 0) load_operand<Tile::kAKMajor, Tile::BLOCK_M, 1, 64, 128, kLater>(0, maps.a, a, work.m, k, 0);
         if (work.m < Tile::BLOCK_M * Tile::SHARERS) {
             load_operand<Tile::kBKMajor, COLS, 1, 64, 128, kLater>(0, maps.b, b, n, k, 0);
@@ -114,8 +137,8 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
     for (int index = schedule.first; index < schedule.count; index += schedule.step) {
         const Work work = schedule.at(index);
         const int bytes = whole - work.missing_bytes<Tile>();
-        const TensorCoordinates a = work.matrix_of(Tile::kTransposed ? shape.b : shape.a);
-        const TensorCoordinates b = work.matrix_of(Tile::kTransposed ? shape.a : shape.b);
+        const TensorCoordinates a = work.matrix_of<Tile>(Tile::kTransposed ? shape.b : shape.a);
+        const TensorCoordinates b = work.matrix_of<Tile>(Tile::kTransposed ? shape.a : shape.b);
         const int up = shape.epilogue.cols, boxes = Tile::kSpreads ? work.boxes : 1 << 30;
         auto k_of = [&](int block) {
             const int first = Tile::kFinish == kPartial ? work.number * schedule.k_blocks : schedule.first_block;
@@ -124,7 +147,11 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
         auto load_b = [&](int block, uint32_t stage, uint32_t full) {
             const int k = k_of(block);
             const uint32_t to = stage + Tile::A_BYTES;
-            if constexpr (Tile::kPairs) {
+            if constexpr (Tile::kSquares) {  // for who is above or below
+                const int rank = cluster_rank();
+                load_half<Tile::kBKMajor, Tile::BLOCK_N, kForBoth>(to, maps.b, b, work.n, k, rank % 2, full,
+                                                                   3 << (rank & 2));
+            } else if constexpr (Tile::kPairs) {
                 constexpr int HALF = Tile::BLOCK_N / 2;
                 const int skipped = cluster_rank() * HALF, n = work.n + skipped;
                 load_operand<Tile::kBKMajor, HALF, 1, 64, 128, kForBoth>(to + skipped * 128, maps.b, b, n, k, full);
@@ -171,8 +198,14 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
                 barrier_arrive_expect(full, bytes);
                 load_b(block, stage, full);
             }
-            load_operand<Tile::kAKMajor, Tile::BLOCK_M, 1, Tile::SPAN / Tile::ITEM_BYTES>(stage, maps.a, a, work.m, k,
-                                                                                          full);
+            if constexpr (Tile::kSquares) {  // for who is beside it
+                const int rank = cluster_rank();
+                load_half<Tile::kAKMajor, Tile::BLOCK_M, kForBoth>(stage, maps.a, a, work.m, k, rank / 2, full,
+                                                                   5 << rank % 2);
+            } else {
+                load_operand<Tile::kAKMajor, Tile::BLOCK_M, 1, Tile::SPAN / Tile::ITEM_BYTES>(stage, maps.a, a, work.m,
+                                                                                              k, full);
+            }
             if constexpr (LowRank::kPacked) {
                 tma_load(stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {0, k / 8, 0, 0, 0}, full);
             } else if constexpr (LowRank::kRides && LowRank::LOADERS == 0) {
@@ -198,7 +231,7 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             LowRank::template load<Tile>(slot, exchange, *low_rank, work.n, shape.epilogue.cols);
         }
     }
-    if constexpr (Tile::kPairs) {  // the other block's consumers let go of stages here: it stays until they have
+    if constexpr (Tile::kShares) {  // other blocks' consumers let go of stages here: it stays until they have
 #pragma unroll 1
         for (int i = 0; i < Tile::STAGES; ++i) {
             barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);

@@ -298,30 +298,43 @@ __device__ inline void write_plain(const typename Tile::Finished& acc, const typ
 }
 
 // Writes sums as they lie in registers: 16 rows x 8 columns are 512 bytes, four numbers of one lane after those of the
-// one before. Whole lines take an SM half as long as sectors of eight rows. `epilogue` has columns 16 numbers apart.
-template <class Tile>
-__device__ inline void write_fragments(const typename Tile::Finished& acc, const typename Tile::Epilogue& epilogue,
-                                       const Work& work, const Consumer& self) {
-#pragma unroll
-    for (int i = 0; i < Tile::ATOMS_M; ++i) {
-        const int row = work.m + self.row + i * 64 + self.warp_row();
-        if (!epilogue.has_row(row)) continue;
-        float4* to = reinterpret_cast<float4*>(epilogue.place(row, work.n)) + self.lane();
+// one before. Whole lines take an SM half as long as sectors of eight rows. Where they go is found before the main
+// loop, since parameters take a while to arrive; the shuffles keep the compiler from putting that off.
+template <class Tile, bool kPresent = Tile::kFinish == kPartial> class SumsOut {
+public:
+    template <class Params> __device__ SumsOut(const Params& params, const Work& work, int n, const Consumer& self) {
+        static_assert(Tile::ATOMS_M == 1, "a warp has 16 rows");
+        const typename Tile::Epilogue epilogue(params.call.epilogue, params.shape.epilogue, work.batch, 1);
+        const int row = work.m + self.row + self.warp_row();
+        const uint64_t place = reinterpret_cast<uint64_t>(epilogue.place(row, n));  // columns are 16 numbers apart
+        to = reinterpret_cast<float4*>(__shfl_sync(~0u, place, 0)) + self.lane();
+        __builtin_assume(__isGlobal(to));
+        groups = __shfl_sync(~0u, epilogue.has_row(row) ? ceil_div(epilogue.cols() - n, 8) : 0, 0);
+    }
+
+    __device__ void write(const typename Tile::Finished& sum) const {
 #pragma unroll
         for (int group = 0; group < Tile::SHARE / 8; ++group) {
-            const float* values = &acc[i][group * 4];
-            if (work.n + group * 8 >= epilogue.cols()) continue;
-            to[group * kWarpSize] = {values[0], values[1], values[2], values[3]};
+            const float* values = &sum[0][group * 4];
+            if (group < groups) to[group * kWarpSize] = {values[0], values[1], values[2], values[3]};
         }
     }
-}
+
+private:
+    float4* to;
+    int groups;  // of eight columns
+};
+template <class Tile> class SumsOut<Tile, false> {
+public:
+    template <class Params> __device__ SumsOut(const Params&, const Work&, int, const Consumer&) {}
+    __device__ void write(const typename Tile::Finished&) const {}
+};
 
 // Finishes a tile.
 template <class Tile>
 __device__ inline void finish_work(const typename Tile::Finished& acc, const typename Tile::Factors& factors,
                                    const typename Tile::Epilogue& epilogue, float alpha, const TileBias<Tile>& bias,
                                    const TensorMap& map, const Work& work, const Consumer& self) {
-    if constexpr (Tile::kFinish == kPartial) return write_fragments<Tile>(acc, epilogue, work, self);
     if constexpr (Tile::kFinish == kDirect) {
         constexpr bool kMayBePlain = is_same<typename Tile::Out, float> && is_same<typename Tile::Value, float> &&
                                      is_same<typename Tile::Scaling, NoScaling> && Tile::PARTS == 1;

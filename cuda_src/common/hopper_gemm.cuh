@@ -57,7 +57,9 @@ __device__ inline void multiply_stages(typename Tile::Accumulators& acc, typenam
     using B = typename Tile::OperandB;
     using LowRank = typename Tile::LowRank;
     auto let_go = [&](int stage) {
-        if constexpr (Tile::kPairs) {
+        if constexpr (Tile::kSquares) {  // at its own, at who is above or below, and at who is beside it
+            if (self.thread < 3) barrier_arrive_at_rank(exchange.barriers.empty(stage), cluster_rank() ^ self.thread);
+        } else if constexpr (Tile::kPairs) {
             if (self.thread < Tile::SHARERS) barrier_arrive_at_rank(exchange.barriers.empty(stage), self.thread);
         } else {
             if (self.leads()) barrier_arrive(exchange.barriers.empty(stage));
@@ -191,6 +193,7 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
         }
         const int share_n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : self.col);
         const TileBias<Tile> bias(params, work, share_n, self);
+        const SumsOut<Tile> sums(params, work, share_n, self);
         const typename Tile::Factors factors(params, work, share_n, self, alpha);
         using Epilogue = typename Tile::Epilogue;
         const auto epilogue = Tile::Scaling::template epilogue<Epilogue>(params, work.batch, factors.alpha, work.m_end);
@@ -224,7 +227,9 @@ __device__ inline void multiply_tiles(const GemmMaps& maps, const Params& params
             if constexpr (Tile::LowRank::kBeside) {
                 Tile::LowRank::template add<Tile>(sum, slot, exchange, *low_rank, self);
             }
-            if constexpr (Tile::LowRank::kSorted) {
+            if constexpr (Tile::kFinish == kPartial) {
+                sums.write(sum);
+            } else if constexpr (Tile::LowRank::kSorted) {
                 Tile::LowRank::template finish<Tile>(passes, sum, epilogue, alpha, params, *low_rank, work, self);
             } else {
                 finish_work<Tile>(sum, factors, epilogue, factors.alpha, bias, maps.d, work, self);
@@ -281,8 +286,12 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         prefetch_tensor_map(maps.b);
         if (!Tile::kByThreads) prefetch_tensor_map(maps.d);
     }
-    if constexpr (Tile::kPairs) cluster_sync();  // nothing comes from the other block before its barriers are there
-    else __syncthreads();
+    if constexpr (Tile::kShares) {  // nothing comes from other blocks before their barriers are there
+        cluster_arrive_relaxed();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
     if (Tile::kWaits && !begins_early<Tile>(params)) await_launch_before();
     const float alpha = Tile::Scaling::factor(params);
     const int k_blocks = alpha == 0 ? 0 : ceil_div(params.shape.K, Tile::BLOCK_K);  // 0: a and b are not read

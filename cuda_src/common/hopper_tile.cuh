@@ -92,11 +92,12 @@ constexpr int kBox = 64;  // columns of a box of a row-major b
 // Consumers are warpgroups. Those of a 128-row tile take 64 rows each; with kPingPong they take turns instead, one
 // multiplies while the other finishes a tile of its own. The blocks of a cluster take a slice of K each, and then a
 // share of the columns of their sum. kByColumns: consumers have half of the columns each, not of the rows. kGrouped:
-// rows come in groups with a matrix b each. kPairs: two blocks take tiles below each other, and each loads half of
-// their columns of b for both.
+// rows come in groups with a matrix b each. TOGETHER: two blocks (kPairs) take tiles below each other, and each loads
+// half of their columns of b for both; four (kSquares) have two by two tiles, and each loads half of its rows of a and
+// half of its columns of b for two.
 template <class T_, class Out_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int CLUSTER_, bool kAKMajor_, bool kBKMajor_,
           int kActivation, int kFinish_, bool kPingPong_ = false, class LowRank_ = NoLowRank, bool kGrouped_ = false,
-          class Scaling_ = NoScaling, bool kPairs_ = false>
+          class Scaling_ = NoScaling, int TOGETHER_ = 1>
 struct HopperTile {
     using T = T_;
     using Out = Out_;
@@ -110,9 +111,11 @@ struct HopperTile {
     static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
     static constexpr int kFinish = kFinish_;
     static constexpr bool kByThreads = kFinish == kDirect || kFinish == kPartial;
-    static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_, kPairs = kPairs_;
+    static constexpr bool kPingPong = kPingPong_, kGrouped = kGrouped_, kPairs = TOGETHER_ == 2;
+    static constexpr bool kSquares = TOGETHER_ == 4, kShares = TOGETHER_ > 1;
     static constexpr bool kRanksInTurn = kPingPong && LowRank::RANK > 0;  // see hopper_low_rank_turns.cuh
-    static constexpr int SHARERS = kPairs ? 2 : 1;                        // of b
+    static constexpr int SHARERS = kShares ? 2 : 1;                       // of b
+    static constexpr int RELEASERS = kSquares ? 3 : SHARERS;  // blocks that let go of what one has loaded
     // For the launch before, at the start. Otherwise a low-rank part waits where it reads what was made for it.
     static constexpr bool kWaits = LowRank::kRides || (LowRank::RANK == 0 && !LowRank::kSorted);
     static constexpr bool kStreams = BLOCK_M == 64 && !kGrouped;  // b, if a has one row of tiles
@@ -174,9 +177,10 @@ struct HopperTile {
     static_assert(!kPingPong || (CLUSTER == 1 && !LowRank::kRides), "these have one order of tiles for all");
     static_assert(!kRanksInTurn || LowRank::RANK == 16, "ranks at a time");
     static_assert(CLUSTER == 1 || is_same<Value, float>, "partial sums are float32");
-    static_assert(!kPairs || (CLUSTER == 1 && PARTS == 1 && LowRank::RANK == 0 && !kGrouped && !kTransposed &&
-                              is_same<Scaling, NoScaling> && (kBKMajor || BLOCK_N % 128 == 0)),
-                  "half of b is whole boxes, and only multiply_stages lets go of both blocks' stages");
+    static_assert(!kShares || (CLUSTER == 1 && PARTS == 1 && LowRank::RANK == 0 && !kGrouped && !kTransposed &&
+                               is_same<Scaling, NoScaling>),
+                  "only multiply_stages lets go of other blocks' stages");
+    static_assert(!kPairs || kBKMajor || BLOCK_N % 128 == 0, "half of b is whole boxes");
     static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::kRides * LowRank::RANK) * 4 <= LORA_B_AT,
                   "the ring holds partial sums");
 };
@@ -195,7 +199,8 @@ struct Work {
     }
 
     // The corner of an operand's matrix. Where it is broadcast over an axis of the batch, its map has size 1.
-    __device__ TensorCoordinates matrix_of(const Strides& strides) const {
+    template <class Tile> __device__ TensorCoordinates matrix_of(const Strides& strides) const {
+        if (Tile::kFinish == kPartial) return {};
         auto along = [&](int axis) { return strides.batch[axis] == 0 ? 0 : batch[axis]; };
         return {0, 0, along(2), along(1), along(0)};
     }
@@ -217,7 +222,7 @@ public:
           shape(shape_),
           tiles_m(ceil_div(Tile::kTransposed ? shape_.epilogue.cols : shape_.M, Tile::BLOCK_M * Tile::SHARERS) *
                   Tile::SHARERS),
-          tiles_n(ceil_div(Tile::kTransposed ? shape_.M : shape_.epilogue.cols, Tile::COLS)),
+          tiles_n(ceil_div(Tile::kTransposed ? shape_.M : shape_.epilogue.cols, Tile::COLS * ACROSS) * ACROSS),
           group(group_) {
         count = tiles_m * tiles_n * shape.batches;
         ahead = Tile::kStreams && count == tiles_n ? group - 1 : 0;
@@ -233,8 +238,15 @@ public:
     __device__ Work at(int index) const {
         Work work;
         work.number = shape.batches == 1 ? 0 : index / (tiles_m * tiles_n);
-        const TileIndex tile = grouped_raster(index - work.number * tiles_m * tiles_n, tiles_m, tiles_n, group);
-        shape.batch_index(work.number, work.batch);
+        const int rest = index - work.number * tiles_m * tiles_n;
+        TileIndex tile = grouped_raster(rest / (ACROSS * ACROSS), tiles_m / ACROSS, tiles_n / ACROSS, group);
+        if constexpr (Tile::kSquares) tile = {tile.m * 2 + rest % 2, tile.n * 2 + rest / 2 % 2};
+        if constexpr (Tile::kFinish == kPartial) {  // one axis of slices: divisions would delay the first copies
+            work.batch[0] = work.number;
+            work.batch[1] = work.batch[2] = 0;
+        } else {
+            shape.batch_index(work.number, work.batch);
+        }
         work.m = tile.m * Tile::BLOCK_M;
         work.m_end = shape.M;
         work.n = tile.n * Tile::COLS;
@@ -250,6 +262,7 @@ public:
     }
 
 private:
+    static constexpr int ACROSS = Tile::kSquares ? 2 : 1;
     const GemmShape& shape;
     int tiles_m, tiles_n, group;
     int boxes;  // that the blocks share out, where they are more than the tiles; else 0
