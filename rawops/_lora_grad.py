@@ -20,18 +20,17 @@ from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.call import check_apart, keep_apart
 
 _FUNCTION = "lora_linear_backward"
+_MOST_RANKS_BESIDE = 32  # of Y and dY, which dX waits for; of more, Y is made after it
 
 
 class _InputGradient(LowRankProduct):
-    """dX, which keeps dY = dO @ b^T where it makes that first, for the thread that asked, and makes Y beside it."""
-
-    narrow = 2
+    """dX, which keeps dY = dO @ b^T where it makes that first, for the thread that asked, and may make Y beside it."""
 
     def __init__(self, scaling: float) -> None:
         super().__init__(_FUNCTION, None, scaling)
         self._of_thread = threading.local()
 
-    def run(self, operands: tuple, make_y: Callable[[int], bool], wants_parts: bool) -> tuple:
+    def run(self, operands: tuple, make_y: Callable[[int], bool] | None, wants_parts: bool) -> tuple:
         """Run and return dY and its parts, None where these have not been made.
 
         `make_y` takes blocks and tells whether it launched.
@@ -40,6 +39,9 @@ class _InputGradient(LowRankProduct):
         own.dy, own.parts, own.make_y, own.wants_parts = None, None, make_y, wants_parts
         self(operands)
         return own.__dict__.pop("dy"), own.__dict__.pop("parts")
+
+    def products_beside(self, rank: int) -> int:
+        return 2 if rank <= _MOST_RANKS_BESIDE else 1
 
     def y_workspace(self, device, shape: tuple) -> tuple:
         self._of_thread.dy, _ = made = super().y_workspace(device, shape)
@@ -193,7 +195,8 @@ def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
         return y is not None
 
     operands = dout, c.T, dx, None, None, None, b.T, a.T
-    dy, dy_parts = _input_gradient(scaling).run(operands, make_y, wants_parts)
+    beside = make_y if rank <= _MOST_RANKS_BESIDE else None
+    dy, dy_parts = _input_gradient(scaling).run(operands, beside, wants_parts)
     if is_plain:
         da[...] = db[...] = 0
     elif is_wide:

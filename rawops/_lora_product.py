@@ -29,7 +29,6 @@ class LowRankProduct(Base):
     """x @ c with the low-rank part beside it."""
 
     roles = (*ROLES, "lora_a", "lora_b")
-    narrow = 1  # products made beside that with c, x @ a among them
 
     def __init__(self, function: str, activation: str | None, scaling: float, workspaces: dict | None = None) -> None:
         options = Options(activation)
@@ -59,7 +58,7 @@ class LowRankProduct(Base):
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         a, rank = further["lora_a"], request.arrays["lora_a"].shape[1]
-        low_rank = LowRank(a, further["lora_b"], rank, self.narrow)
+        low_rank = LowRank(a, further["lora_b"], rank, self.products_beside(rank))
         if not _gemm_sm90.supports(*described, low_rank):
             return None
         plan, count = _gemm_sm90.plan(*described, low_rank), len(ROLES)
@@ -76,6 +75,10 @@ class LowRankProduct(Base):
             return (self._scaling_of_16_bits, *addresses[count:], y_address, y_row), y
 
         return OnHopper(replace(plan, early=True), shape, tail)
+
+    def products_beside(self, rank: int) -> int:
+        """Return how many products are made beside that with c, x @ a among them."""
+        return 1
 
     def y_workspace(self, device, shape: tuple) -> tuple:
         """Return where x @ a goes, and its address."""
