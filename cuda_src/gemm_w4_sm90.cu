@@ -94,6 +94,19 @@ struct StreamPosition {
     }
 };
 
+// Asks the L2 for what the block begins with, while the launch before is still at work: weights and scales of a stage.
+// What more it has asked for when that launch ends, the copies of the first stages would wait behind.
+template <class Tile> __device__ inline void ask_ahead(const StreamMaps& maps, const StreamShape& shape, int cols) {
+    const int n = blockIdx.x * (shape.units * Tile::COLS);
+#pragma unroll
+    for (int part = 0; part < Tile::PARTS; ++part) {
+        const TensorCoordinates from = {n + part * cols, 0, 0, 0, 0};
+        tma_prefetch(maps.weights, {0, n + part * cols, 0, 0, 0});
+        tma_prefetch(maps.scale, from);
+        if constexpr (Tile::kHasZeros) tma_prefetch(maps.zero, from);
+    }
+}
+
 // The producer: one thread that keeps the ring full.
 template <class Tile, class Ring>
 __device__ inline void load_stages(const StreamMaps& maps, const Ring& ring, int groups, int cols) {
@@ -156,8 +169,10 @@ public:
 
     __device__ StreamLane(const StreamShape& shape_, int unit, int lane_) : lane(lane_), shape(shape_) {
         const int t = lane % 4, g = lane / 4;
-        const int row = unit * Tile::COLS + g * Tile::COLUMNS;
+        const int row = unit * Tile::COLS + g * Tile::COLUMNS, token = t / 2 * kTokenRows + g;
         weights = row * kSpan + (t ^ row % 8) * 16;
+        tokens = token * kSpan + (t % 2 * 4 ^ token % 8) * 16;
+        asm("" : "+r"(weights), "+r"(tokens));  // or they are found anew for each group
     }
 
     // acc += scale * (tokens @ (q - zero)), a group in the ring.
@@ -166,7 +181,7 @@ public:
                               const StreamPosition& slot, int zero_sign) const {
         const uint32_t stage = ring.stage(slot.stage);
         const int group = slot.group;
-        const int group_rows = shape.units * Tile::COLS, t = lane % 4;
+        const int group_rows = shape.units * Tile::COLS;
         const uint32_t first = stage + (weights ^ group % 2 * 64) + group / 2 * group_rows * kSpan;
         const int to_up = shape.groups / 2 * group_rows * kSpan;
         uint32_t words[4][4];
@@ -175,8 +190,9 @@ public:
             const int k = i % Tile::COLUMNS;
             load_shared(words[i], (first ^ k * 16) + k * kSpan + i / Tile::COLUMNS * to_up);
         }
-        const int row = (group * 2 + t / 2) * kTokenRows + lane / 4;
-        const uint32_t tokens = stage + shape.tokens_at + row * kSpan + (t % 2 * 4 ^ row % 8) * 16;
+        static_assert(2 * kTokenRows % 8 == 4, "rows of which the swizzle sees that the group's number is odd");
+        const int group_bytes = 2 * kTokenRows * kSpan;
+        const uint32_t own_tokens = stage + shape.tokens_at + group * group_bytes + (tokens ^ group % 2 * 64);
         const int own = group * group_rows + weights / kSpan;
         typename Tile::Offsets offsets;
         if constexpr (Tile::kHasZeros) {
@@ -187,7 +203,7 @@ public:
         }
         typename Tile::Accumulators sum = {};
         multiply_group<Tile>(sum, words, offsets, [&](uint32_t (&to)[4], int q, int atom) {
-            load_shared(to, (tokens ^ q * 16) + atom * 8 * kSpan);
+            load_shared(to, (own_tokens ^ q * 16) + atom * 8 * kSpan);
             if (!kPaired) pair_apart(to);
         });
         int number = slot.stage;  // once more: the address takes no register among those of the products
@@ -201,7 +217,7 @@ public:
 
 private:
     const StreamShape& shape;
-    int weights;
+    int weights, tokens;  // of group 0, from the beginning of a stage and of its tokens
 
     // What the lane's i-th column has.
     template <class V> __device__ V of_column(uint32_t from, int own, int i) const {
@@ -228,6 +244,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         if (lane == 0) ring.init();
         __syncwarp();
         asm volatile("bar.arrive 2, %0;" ::"r"(threads) : "memory");
+        if (lane == 0) ask_ahead<Tile>(maps, shape, cols);
     }
     await_launch_before();
     const bool reads = float(params.call.alpha.read()) != 0;  // a and b

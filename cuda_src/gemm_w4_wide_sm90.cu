@@ -146,15 +146,17 @@ __device__ inline void run_wide(const WideMaps& maps, const W4Params& params, in
     extern __shared__ __align__(1024) char shared[];
     const RingBarriers<Tile::STAGES> barriers{shared_address(shared) + Tile::BARRIERS_AT};
     start_next_launch();
+    WideSchedule<Tile> schedule(params.shape, raster_rows);
     if (threadIdx.x == 0) {
         barriers.init(Tile::UNITS * 4);  // warps
         prefetch_tensor_map(maps.tokens);
         prefetch_tensor_map(maps.weights);
+        ask_ahead<Tile>(maps, schedule, params.shape.epilogue.cols);
     }
     __syncthreads();
     await_launch_before();
     const float alpha = params.call.alpha.read();
-    const WideSchedule<Tile> schedule(params.shape, raster_rows, alpha != 0);  // 0: a and b are not read
+    if (alpha == 0) schedule.skip_operands();
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0);  // known to be uniform
     if (warpgroup == 0) {
         release_registers<Tile::PRODUCER_REGISTERS>();

@@ -98,12 +98,43 @@ private:
     }
 };
 
-template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int SPLIT, int kActivation>
+// Asks the L2 for `rows` rows of a block's columns, of which it fetches SIZE together.
+template <class Tile, int THREADS, int SIZE, class V>
+__device__ inline void ask_for_columns(const V* from, int64_t row, int64_t col, int rows, int cols) {
+    constexpr int PIECES = Tile::UNIT / SIZE;  // of a row
+#pragma unroll 1
+    for (int i = threadIdx.x; i < PIECES * rows; i += THREADS) {
+        const int place = i % PIECES * SIZE, n = blockIdx.x * Tile::COLS + place % Tile::COLS;
+        if (n < cols) prefetch_line(from + i / PIECES * row + (n + place / Tile::COLS * cols) * col);
+    }
+}
+
+// The same for what a block begins with, while the launch before is still at work: the scales and zero points of all
+// groups, which a warp would wait for after it has waited for its weights, and the first group of each warp. Where that
+// is all of K, nothing. (Zero points beside float32 scales: 24 bytes of spills.)
+template <class Tile, int SPLIT> __device__ inline void ask_ahead(const W4Params& params) {
+    using Scale = typename Tile::Scale;
+    constexpr int THREADS = SPLIT * kWarpSize, LINE = 128, SECTOR = 32;
+    const GroupParams& groups = params.groups;
+    const int count = params.shape.K / Tile::GROUP, cols = params.shape.epilogue.cols;
+    if (count <= SPLIT) return;
+    const auto* weights = static_cast<const char*>(params.call.b);
+    ask_for_columns<Tile, THREADS, SECTOR / int(sizeof(Scale))>(static_cast<const Scale*>(groups.scale),
+                                                                groups.scale_row, 1, count, cols);
+    if constexpr (Tile::kHasZeros && sizeof(Scale) == 2) {
+        const auto* zeros = static_cast<const char*>(groups.zero);
+        ask_for_columns<Tile, THREADS, Tile::COLS>(zeros, groups.zero_row, 1, count, cols);
+    }
+    ask_for_columns<Tile, THREADS, 1>(weights, LINE, params.shape.b.col, SPLIT * Tile::GROUP / 2 / LINE, cols);
+}
+
+template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int SPLIT, bool kAsks, int kActivation>
 __global__ void __launch_bounds__(SPLIT * kWarpSize, 32 / SPLIT) gemv_w4(const __grid_constant__ W4Params params) {
     using Epilogue = Epilogue<T, Out, kActivation>;
     using Tile = StreamTile<T, Scale, kFormat, kHasZeros, 8, Epilogue::kGated>;
     __shared__ __align__(16) float shared[SPLIT * Tile::TOKENS * (Tile::UNIT + StreamSums<Tile>::GAP)];
     start_next_launch();
+    if (kAsks) ask_ahead<Tile, SPLIT>(params);
     const StreamSums<Tile> sums{shared, SPLIT, 1};
     const int slice = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, rows = params.shape.M;
     DirectLane<Tile> self(params, blockIdx.x * Tile::COLS + sums.column(0, lane, 0), slice, lane);

@@ -32,6 +32,7 @@ from rawops._gemm_operands import (
     fold_batch,
     pack_shape,
 )
+from rawops._gemm_sm90_config import Config
 from rawops._gemm_steps import pack_call
 from rawops._runtime import arrays, checks
 from rawops._runtime.kernel import Function
@@ -313,7 +314,20 @@ def _hopper_plan(device, described: dict, sizes: tuple, extents: tuple, scales: 
     kernel = spec.kernel(device, **choices, finish=problem.finish, **{name: getattr(config, name) for name in names})
     maps = _gemm_sm90.tensor_maps(device, described, problem, config, sizes, extents)
     early = _gemm_sm90.may_begin_early(config.blocks, device.sm_count)
-    return _gemm_sm90.Plan(config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, None, early)
+    ahead = asked_ahead(problem, config) if early else 0
+    return _gemm_sm90.Plan(
+        config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, None, early, ahead
+    )
+
+
+def asked_ahead(problem: BytesProblem, config: Config) -> int:
+    """Return how many stages of b the L2 is asked for before the launch before is complete.
+
+    Of few rows it is to have what the ring holds, but no more than an eighth of what a block reads.
+    """
+    if not problem.M <= config.block_m == 64 or problem.batches > 1:
+        return 0
+    return min(config.stages, config.waves * problem.k_blocks // config.cluster // 8)
 
 
 def _launch_of(kernel: Function, problem: Problem, config: _gemm_config.Config) -> Callable:

@@ -249,10 +249,10 @@ class WeightProduct(Product):
 
     def _direct(self, described: tuple, further: dict, shape: bytes) -> _OnHopper:
         """Return a product of up to eight tokens."""
-        device, operands, _, N, *_, activation = described
-        config = _gemm_w4_gemv.select_config(N, device.sm_count)
+        device, operands, _, N, K, _, activation = described
+        config = _gemm_w4_gemv.select_config(N, K, device.sm_count)
         choices = {"dtype": operands["a"].dtype, "out_dtype": operands["out"].dtype, **self._groups(further)}
-        kernel = W4_GEMV.kernel(device, **choices, split=config.split, activation=activation)
+        kernel = W4_GEMV.kernel(device, **choices, split=config.split, asks=config.asks, activation=activation)
         return _OnHopper(kernel, (config.blocks, 1, 1), config, None, shape, _tail(further))
 
     def _streamed(self, described: tuple, further: dict, groups: Groups, shape: bytes) -> _OnHopper:

@@ -8,8 +8,11 @@ import pytest
 from conftest import Device
 
 import rawops
+from rawops import _gemm_8bit
 from rawops import _gemm_8bit_config as kernels
 from rawops import _gemm_sm90 as sm90
+from rawops._gemm_8bit import asked_ahead
+from rawops._gemm_config import PROMOTED
 from rawops.gemm import Gemm, gemm
 from rawops.testing import has_gpu, references
 
@@ -532,6 +535,31 @@ def test_a_launch_waits_for_the_one_before(hopper, rng, M, N):
             y.view("uint8").fill(0), z.view("uint8").fill(0)
             graph.launch()
             np.testing.assert_array_equal(z.view("uint8").get(stream), want)
+
+
+@pytest.mark.parametrize(
+    "M, N, K, ahead", [(16, 28672, 4096, 8), (64, 8192, 8192, 4), (1, 4096, 4096, 4), (65, 4096, 4096, 0)]
+)
+def test_few_rows_ask_for_an_eighth_ahead(M, N, K, ahead):
+    """Of what a block reads, and for no more stages than there are."""
+    problem = kernels.BytesProblem(M, N, K, promotion=PROMOTED)
+    assert asked_ahead(problem, kernels.select_config(problem, **H200)) == ahead
+    batches = kernels.BytesProblem(M, N, K, batches=2, promotion=PROMOTED)
+    assert asked_ahead(batches, kernels.select_config(batches, **H200)) == 0
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.0])
+@pytest.mark.parametrize("dtype, cluster", [(E4M3, 1), (E4M3, 2), (INT8, 1)])
+def test_what_is_asked_for_ahead_changes_nothing(hopper, force, monkeypatch, rng, dtype, cluster, alpha):
+    """More than there is of K, of columns and of tiles: a block may have none."""
+    monkeypatch.setattr(_gemm_8bit, "asked_ahead", lambda *_: 7)
+    force(64, block_m=64, cluster=cluster, blocks=3)
+    a, b, c = integers(rng, (5, 400), dtype), integers(rng, (400, 72), dtype), integers(rng, (5, 72), FLOAT32)
+    put = hopper.put
+    scales = {"scale_a": put(powers(rng, ())), "scale_b": put(powers(rng, ()))}
+    got = gemm(put(a), laid_out(hopper, b, "col"), put(c), out_dtype="float32", alpha=alpha, beta=1.0, **scales)
+    factor = alpha * float(hopper.get(scales["scale_a"])) * float(hopper.get(scales["scale_b"]))
+    same(hopper, got, factor * exact(a, b) + c)
 
 
 def test_every_choice_fits():

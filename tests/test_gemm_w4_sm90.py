@@ -130,10 +130,10 @@ def test_tokens_are_paired_once_or_by_each_warp(hopper, rng, monkeypatch, units,
     same(hopper, got, a.astype(float) @ weights.values)
 
 
-@pytest.mark.parametrize("split", [4, 8, 16, 32])
-def test_warps_of_a_block(hopper, rng, monkeypatch, split):
-    """Groups that the warps share out, and fewer groups than warps."""
-    monkeypatch.setattr(direct, "select_config", lambda N, _: direct.Config(split, -(-N // 32)))
+@pytest.mark.parametrize("split, asks", [(4, True), (4, False), (8, True), (16, False), (32, False)])
+def test_warps_of_a_block(hopper, rng, monkeypatch, split, asks):
+    """Groups that the warps share out, and fewer groups than warps; what is asked for ahead changes nothing."""
+    monkeypatch.setattr(direct, "select_config", lambda N, *_: direct.Config(split, -(-N // 32), asks))
     weights = Weights(hopper, rng, 128 * 9, 48, 128, "uint4", zeros=True)
     a = integers(rng, (2, 128 * 9))
     got = weights.gemm(hopper.put(a), out_dtype="float32")
@@ -200,8 +200,11 @@ def test_configurations():
             assert slices <= config.groups * streamed._MIN_STAGES, "a warp's next group is past the ring"
     config = select_config(28672, 4096, 1, (2, 0), 132, 227 * 1024)
     assert (config.blocks, config.units, config.slices) == (128, 7, 2)
-    splits = [direct.select_config(N, 132).split for N in (16, 4096, 8192, 10240, 28672)]
+    splits = [direct.select_config(N, 4096, 132).split for N in (16, 4096, 8192, 10240, 28672)]
     assert splits == [32, 32, 16, 8, 4]
+    sizes = (4096, 4096, False), (6144, 4096, False), (4096, 8192, True), (262144, 512, False)
+    for N, K, asks in sizes:
+        assert direct.select_config(N, K, 132).asks == asks
 
 
 def test_a_plan(hopper, rng):

@@ -207,6 +207,14 @@ def test_others_take_the_general_kernel(hopper, rng, change):
     same(hopper, got, hopper.get(part).astype(float) @ weights.values)
 
 
+@pytest.mark.parametrize("cluster, k_major", [(1, False), (2, True)])
+def test_what_is_asked_for_ahead_changes_nothing(hopper, rng, tile, cluster, k_major):
+    """Enough blocks of K for that, ragged columns, and tiles of which only the first row asks."""
+    tile((16, 1, 4), cluster=cluster, blocks=2 if cluster == 1 else None)
+    last = KERNEL if cluster == 1 else PAIRS
+    check(hopper, rng, (18, 80, 128 * 25 * cluster), "uint4", 128, zeros=True, k_major=k_major, last=last)
+
+
 def test_configurations():
     """Everything has a tile, and no more memory than there is."""
     sizes = itertools.product(

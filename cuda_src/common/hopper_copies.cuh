@@ -125,6 +125,18 @@ __device__ inline void ask_ahead(const GemmMaps& maps, const Work& work, const T
     }
 }
 
+// Asks the L2 for the first stages of b of a tile of few rows, as many as the host says.
+template <class Tile>
+__device__ inline void ask_for_b(const GemmMaps& maps, const Schedule<Tile>& schedule, const Work& work,
+                                 const TensorCoordinates& b, int up, int boxes) {
+#pragma unroll 1
+    for (int block = 0; block < min_of(schedule.ahead, schedule.k_blocks); ++block) {
+        const int k = (schedule.first_block + block) * Tile::BLOCK_K;
+        load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kLater>(0, maps.b, b, work.n, k, 0, up,
+                                                                                  boxes);
+    }
+}
+
 // The producer: one thread that keeps the ring full.
 template <class Tile>
 __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCallOf<Tile>* low_rank,
@@ -166,13 +178,8 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             if constexpr (Tile::kFinish == kPartial) {
                 const int blocks = min_of(schedule.k_blocks, shape.k_per_split / Tile::BLOCK_K);
                 ask_ahead<Tile>(maps, work, a, b, k_of(0), blocks);
-            } else if constexpr (Tile::kStreams) {
-#pragma unroll 1
-                for (int block = 0; block < min_of(schedule.ahead, schedule.k_blocks); ++block) {
-                    const int k = (schedule.first_block + block) * Tile::BLOCK_K;
-                    load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kLater>(0, maps.b, b, work.n, k,
-                                                                                              0, up, boxes);
-                }
+            } else if constexpr (Tile::kStreams && !Tile::kScaled) {  // which has asked before it read its scales
+                ask_for_b<Tile>(maps, schedule, work, b, up, boxes);
             }
             await_launch_before();
         }

@@ -268,8 +268,17 @@ __device__ inline Schedule<Tile> schedule_of(const GemmShape& shape, int raster_
 // Whether a block can find its tiles before it may read what the launch before writes: the way there takes a while,
 // most of it for the parameters to arrive.
 template <class Tile, class Params> __device__ inline bool begins_early(const Params& params) {
-    if constexpr (Tile::kGrouped || !is_same<typename Tile::Scaling, NoScaling>) return false;
+    if constexpr (Tile::kGrouped || Tile::kScaled) return false;
     else return params.call.alpha.pointer == nullptr;
+}
+
+// What ask_for_b does, before it is known whether b is read.
+template <class Tile>
+__device__ inline void ask_for_scaled_b(const GemmMaps& maps, const GemmShape& shape, int raster_group) {
+    const Schedule<Tile> schedule(shape, raster_group, ceil_div(shape.K, Tile::BLOCK_K));
+    if (schedule.ahead == 0 || schedule.first >= schedule.count) return;
+    const Work work = schedule.at(schedule.first);
+    ask_for_b<Tile>(maps, schedule, work, work.matrix_of<Tile>(shape.b), shape.epilogue.cols, 1 << 30);
 }
 
 // The body of the kernels. With a cluster, the grid has a block for every slice of every tile.
@@ -291,6 +300,9 @@ __device__ inline void run_gemm(const GemmMaps& maps, const Params& params, cons
         cluster_wait();
     } else {
         __syncthreads();
+    }
+    if constexpr (Tile::kStreams && Tile::kScaled) {
+        if (threadIdx.x == 0) ask_for_scaled_b<Tile>(maps, params.shape, raster_group);
     }
     if (Tile::kWaits && !begins_early<Tile>(params)) await_launch_before();
     const float alpha = Tile::Scaling::factor(params);

@@ -119,6 +119,7 @@ struct HopperTile {
     // For the launch before, at the start. Otherwise a low-rank part waits where it reads what was made for it.
     static constexpr bool kWaits = LowRank::kRides || (LowRank::RANK == 0 && !LowRank::kSorted);
     static constexpr bool kStreams = BLOCK_M == 64 && !kGrouped;  // b, if a has one row of tiles
+    static constexpr bool kScaled = !is_same<Scaling, NoScaling>;
     static constexpr int CONSUMERS = kPingPong || BLOCK_M == 128 ? 2 : 1;
     static constexpr int THREADS = (1 + CONSUMERS) * kWarpGroupSize;
     using OperandA = WgmmaOperand<kAKMajor, BLOCK_K, 128, ITEM_BYTES>;
@@ -178,7 +179,7 @@ struct HopperTile {
     static_assert(!kRanksInTurn || LowRank::RANK == 16, "ranks at a time");
     static_assert(CLUSTER == 1 || is_same<Value, float>, "partial sums are float32");
     static_assert(!kShares || (CLUSTER == 1 && PARTS == 1 && LowRank::RANK == 0 && !kGrouped && !kTransposed &&
-                               is_same<Scaling, NoScaling>),
+                               !kScaled),
                   "only multiply_stages lets go of other blocks' stages");
     static_assert(!kPairs || kBKMajor || BLOCK_N % 128 == 0, "half of b is whole boxes");
     static_assert(CLUSTER == 1 || BLOCK_M * (BLOCK_N + LowRank::kRides * LowRank::RANK) * 4 <= LORA_B_AT,

@@ -82,15 +82,17 @@ template <class Tile> class WideSchedule {
 public:
     int first, count, step;
 
-    __device__ WideSchedule(const GemmShape& shape_, int raster_rows_, bool reads)
+    __device__ WideSchedule(const GemmShape& shape_, int raster_rows_)
         : first(blockIdx.x / Tile::CLUSTER), step(gridDim.x / Tile::CLUSTER), shape(shape_), raster_rows(raster_rows_) {
         tiles_m = ceil_div(shape.M, Tile::TOKENS);
         tiles_n = ceil_div(shape.epilogue.cols, Tile::COLS);
-        const int k_blocks = ceil_div(shape.K, Tile::BLOCK_K);
+        blocks = ceil_div(shape.K, Tile::BLOCK_K);
         per_slice = ceil_div(shape.k_per_split, Tile::BLOCK_K);
-        count = tiles_m * tiles_n * (Tile::CLUSTER > 1 ? 1 : ceil_div(k_blocks, per_slice));
-        blocks = reads ? k_blocks : 0;
+        count = tiles_m * tiles_n * (Tile::CLUSTER > 1 ? 1 : ceil_div(blocks, per_slice));
     }
+
+    // a and b are not read.
+    __device__ void skip_operands() { blocks = 0; }
 
     __device__ WideWork at(int index) const {
         const int tiles = tiles_m * tiles_n, slice = Tile::CLUSTER > 1 ? cluster_rank() : index / tiles;
@@ -104,6 +106,38 @@ private:
     int raster_rows, tiles_m, tiles_n, per_slice, blocks;
 };
 
+// Starts the copies of weights, scales and zero points of a block of K. kLater: nobody yet, but the L2 is to have them.
+template <class Tile, bool kLater = false>
+__device__ inline void load_weights(const WideMaps& maps, int n, int block, int cols, uint32_t stage, uint32_t full) {
+    auto load = [&](int at, const TensorMap& map, const TensorCoordinates& from) {
+        if constexpr (kLater) tma_prefetch(map, from);
+        else tma_load(stage + at, map, from, full);
+    };
+    const int k = block * (Tile::BLOCK_K / 2);
+#pragma unroll
+    for (int unit = 0; unit < Tile::UNITS; unit += Tile::UNITS_IN_BOX) {
+        const int column = n + unit % Tile::OF_PART * Tile::UNIT + unit / Tile::OF_PART * cols;
+        const int x = Tile::kKMajor ? k : column, y = Tile::kKMajor ? column : k;
+        load(Tile::WEIGHTS_AT + unit * Tile::UNIT_BYTES, maps.weights, {x, y, 0, 0, 0});
+    }
+#pragma unroll
+    for (int part = 0; part < Tile::PARTS; ++part) {
+        const TensorCoordinates from = {n + part * cols, block * Tile::GROUPS, 0, 0, 0};
+        load(Tile::SCALES_AT + part * Tile::SCALE_BOX, maps.scale, from);
+        if constexpr (Tile::kHasZeros) load(Tile::ZEROS_AT + part * Tile::ZERO_STEP, maps.zero, from);
+    }
+}
+
+// Asks the L2 for the first block of K, while the launch before is still at work, where there are many more. It fetches
+// 256 bytes at a time, four blocks of a column, if K is contiguous. What several tiles read, the first one asks for.
+template <class Tile>
+__device__ inline void ask_ahead(const WideMaps& maps, const WideSchedule<Tile>& schedule, int cols) {
+    constexpr int MANY = 24;  // 64 x 4096 x 4096, which has 16, took 0.5 % longer
+    if (schedule.first >= schedule.count) return;
+    const WideWork work = schedule.at(schedule.first);
+    if (work.m == 0 && work.blocks >= MANY) load_weights<Tile, true>(maps, work.n, work.first_block, cols, 0, 0);
+}
+
 // The producer: one thread that keeps the ring full.
 template <class Tile>
 __device__ inline void load_wide(const WideMaps& maps, const WideSchedule<Tile>& schedule, int cols, uint32_t ring,
@@ -115,26 +149,13 @@ __device__ inline void load_wide(const WideMaps& maps, const WideSchedule<Tile>&
 #pragma unroll 1
         for (int block = work.first_block; block < work.first_block + work.blocks; ++block) {
             const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES, full = barriers.full(slot.stage);
-            const int k = block * Tile::BLOCK_K;
             barrier_wait(barriers.empty(slot.stage), slot.phase ^ 1);
             barrier_arrive_expect(full, Tile::COPIED);
-#pragma unroll
-            for (int unit = 0; unit < Tile::UNITS; unit += Tile::UNITS_IN_BOX) {
-                const int n = work.n + unit % Tile::OF_PART * Tile::UNIT + unit / Tile::OF_PART * cols;
-                const int x = Tile::kKMajor ? k / 2 : n, y = Tile::kKMajor ? n : k / 2;
-                tma_load(stage + Tile::WEIGHTS_AT + unit * Tile::UNIT_BYTES, maps.weights, {x, y, 0, 0, 0}, full);
-            }
-#pragma unroll
-            for (int part = 0; part < Tile::PARTS; ++part) {
-                const TensorCoordinates from = {work.n + part * cols, block * Tile::GROUPS, 0, 0, 0};
-                tma_load(stage + Tile::SCALES_AT + part * Tile::SCALE_BOX, maps.scale, from, full);
-                if constexpr (Tile::kHasZeros) {
-                    tma_load(stage + Tile::ZEROS_AT + part * Tile::ZERO_STEP, maps.zero, from, full);
-                }
-            }
+            load_weights<Tile>(maps, work.n, block, cols, stage, full);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                tma_load(stage + half * Tile::TOKEN_BOX, maps.tokens, {k + half * 64, work.m, 0, 0, 0}, full);
+                const int k = block * Tile::BLOCK_K + half * 64;
+                tma_load(stage + half * Tile::TOKEN_BOX, maps.tokens, {k, work.m, 0, 0, 0}, full);
             }
             slot.advance();
         }
