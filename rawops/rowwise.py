@@ -88,7 +88,8 @@ def layernorm(x, weight=None, bias=None, eps: float = 1e-5, *, residual=None, ou
 
     Notes
     -----
-    As for `rmsnorm`. An infinity or a NaN makes its whole row NaN.
+    As for `rmsnorm`. An infinity or a NaN makes its whole row NaN. Rows far from 0 are as precise as others: what the
+    rounding of their mean leaves out is taken off.
     """
     operands = (x, weight, bias, residual, out, residual_out)
     return run(OPS["norm"], "layernorm", operands, (_eps("layernorm", eps), True))[4]

@@ -239,6 +239,22 @@ def test_norms_of_extremes(device, name):
     assert np.isnan(got[2]).all() if name == "layernorm" else (np.delete(got[2], 7) == 0).all()
 
 
+def check_far_from_zero(device, rng, cols: int, dtype=np.float32) -> None:
+    """layernorm of rows that vary by less than their mean is rounded by, one of them by nothing."""
+    far = np.asarray(0.1 / np.finfo(dtype).eps, dtype)
+    host = (far + np.spacing(far) * rng.integers(-4, 5, (3, cols))).astype(dtype)
+    host[1] = far
+    got = device.get(rawops.layernorm(device.put(host), eps=1e-8))
+    np.testing.assert_allclose(got, norm("layernorm", host - far, eps=1e-8), atol=1e-5)
+    assert np.abs(got[[0, 2]]).max() > 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
+def test_layernorm_far_from_zero(device, rng, dtype):
+    for cols in (3, 100, 4097):
+        check_far_from_zero(device, rng, cols, dtype)
+
+
 def test_norms_refuse(device):
     x = device.put(np.ones((3, 8), np.float16))
     for eps in (-1e-6, np.inf, np.nan, "1", None):
@@ -280,6 +296,7 @@ def check_long_rows(device, rng, cols: int) -> None:
     close(device.get(rawops.softmax(x)), softmax(host), np.dtype(np.float32), cols)
     close(device.get(rawops.rmsnorm(x)), norm("rmsnorm", host), np.dtype(np.float32), cols)
     close(device.get(rawops.layernorm(x)), norm("layernorm", host), np.dtype(np.float32), cols)
+    check_far_from_zero(device, rng, cols)
     exact = rng.integers(-9, 9, (3, cols)).astype(np.float32)
     np.testing.assert_array_equal(device.get(rawops.row_sum(device.put(exact))), exact.sum(-1, dtype=np.float64))
 
