@@ -217,6 +217,19 @@ def test_non_finite_values(device, rng, intermediate):
     )
 
 
+@pytest.mark.parametrize("rank", [1, 5, 12])
+def test_infinities_meet_no_ranks_that_there_are_not(device, rng, rank, intermediate):
+    """Which would be 0 times infinity: of x, and of the scaling."""
+    inputs = operands(rng, 20, 40, 33, rank)
+    for name in "acb":
+        inputs[name][...] = 1
+    inputs["x"][7, 2], inputs["x"][9, 4], inputs["x"][:, 0] = np.inf, -np.inf, 200
+    for scaling in (0.5, np.inf):
+        got = device.get(lora_linear(**put(device, inputs), scaling=scaling)).astype(np.float64)
+        np.testing.assert_array_equal(got, references.lora_linear(**inputs, scaling=scaling))
+        assert np.isinf(got[7]).all() and np.isinf(got).all() == (scaling == np.inf)
+
+
 def check_non_finite_scaling(device, rng, dtype):
     inputs = operands(rng, 20, 40, 33, 8, dtype)
     inputs["x"][3], inputs["b"][:, 7] = 0, 0

@@ -119,6 +119,8 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
         const int k_steps = ceil_div(min_of(ranks, RANK), 8);
 #pragma unroll 1  // registers would not do for more
         for (int k_step = 0; k_step < k_steps; ++k_step) {
+            // What stands for ranks that there are not is 0 times what x or the scaling has of infinities.
+            const int left = ranks - k_step * 8 - lane % 4 * 2;
             float b[Tile::ATOMS_N][2];
 #pragma unroll
             for (int j = 0; j < Tile::ATOMS_N; j += 4) {
@@ -140,8 +142,8 @@ template <class Tile, int RANK, bool kKMajor, int ACCESS> struct RankProduct {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const float2 y = load_pair(tile_y + TileY::moved(lane_y, i * 16 + half * 8, k_step * 8));
-                    split_tf32(high[half], low[half], scaling * y.x);
-                    split_tf32(high[half + 2], low[half + 2], scaling * y.y);
+                    split_tf32(high[half], low[half], left > 0 ? scaling * y.x : 0);
+                    split_tf32(high[half + 2], low[half + 2], left > 1 ? scaling * y.y : 0);
                 }
 #pragma unroll
                 for (int j = 0; j < Tile::ATOMS_N; ++j) {
