@@ -31,14 +31,16 @@ class _InputGradient(LowRankProduct):
         self._of_thread = threading.local()
 
     def run(self, operands: tuple, make_y: Callable[[int], bool] | None, wants_parts: bool) -> tuple:
-        """Run and return dY and its parts, None where these have not been made.
+        """Run and return dY and its parts, None where these have not been made, or not in one piece.
 
         `make_y` takes blocks and tells whether it launched.
         """
         own = self._of_thread
         own.dy, own.parts, own.make_y, own.wants_parts = None, None, make_y, wants_parts
         self(operands)
-        return own.__dict__.pop("dy"), own.__dict__.pop("parts")
+        dy, parts = own.__dict__.pop("dy"), own.__dict__.pop("parts")
+        is_whole = dy is not None and dy.shape[:-1] == operands[0].shape[:-1]  # not the last one's of several products
+        return (dy, parts) if is_whole else (None, None)
 
     def products_beside(self, rank: int) -> int:
         return 2 if rank <= _MOST_RANKS_BESIDE else 1

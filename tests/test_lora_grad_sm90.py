@@ -40,6 +40,23 @@ def test_sizes_and_ranks(hopper, rng, size, rank):
         np.testing.assert_array_equal(one.astype(np.float64), want.astype(BFLOAT16).astype(np.float64))
 
 
+@pytest.mark.parametrize("rank", [16, 40])
+def test_more_batch_axes_than_a_kernel_has(hopper, rng, rank):
+    """dX is made in several products, each with a part of dO @ b^T: dA takes it in one piece."""
+    batch, every = (2, 2, 2, 2), (slice(None, None, 2),) * 4
+    inputs = operands(rng, 16 * 136, 40, 24, rank, "bfloat16")
+    views = {name: hopper.put(inputs[name]) for name in "cab"}
+    for name in ("dout", "x"):
+        x = inputs[name].reshape(*batch, 136, -1)
+        spread = np.full((4, 4, 4, 4, 137, x.shape[-1]), np.nan, BFLOAT16)
+        spread[(*every, slice(136))] = x
+        views[name] = hopper.put(spread)[(*every, slice(136))]
+    got = lora_linear_backward(**views, scaling=0.5)
+    for one, want in zip(got, reference(**inputs, scaling=0.5), strict=True):
+        want = want.astype(BFLOAT16).astype(np.float64).reshape(one.shape)
+        np.testing.assert_array_equal(hopper.get(one).astype(np.float64), want)
+
+
 def test_intermediate_and_sums_are_float32(hopper, rng):
     """In float32 results, written to transposed arrays."""
     shapes = {"dout": (150, 72), "x": (150, 40), "c": (40, 72), "a": (40, 8), "b": (8, 72)}
