@@ -108,4 +108,43 @@ __global__ void __launch_bounds__(256) gemm_repack_bytes(const __grid_constant__
     });
 }
 
+// The same of numbers of 4 bytes whose columns begin on 16 bytes and are whole ones, four entries at a time.
+__global__ void __launch_bounds__(256) gemm_repack_words(const __grid_constant__ RepackParams p) {
+    constexpr int SIDE = 64, STEPS = 4;
+    __shared__ __align__(16) float tile[SIDE * SIDE];  // groups of 4 are permuted: lanes meet all banks, either way
+    auto at = [&](int row, int col) { return tile + row * SIDE + (col ^ row / 4 % 8 * 4); };
+    const int tiles = ceil_div(p.cols, SIDE), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = int(blockIdx.x / tiles) * SIDE, col = int(blockIdx.x % tiles) * SIDE;
+    const int rows = p.rows - row, cols = p.cols - col, end = ceil_div(cols, 4) * 4;
+    // Read: a warp has 128 bytes of 4 columns. Written: 256 bytes of 2 rows.
+    const int from_row = (warp % 2 * 8 + lane % 8) * 4, from_col = warp / 2 * 4 + lane / 8;
+    const int to_row = warp * 2 + lane / 16, to_col = lane % 16 * 4;
+    for_each_matrix<float>(p, [&](const float* source, float* target) {
+        source += row + from_row + (col + from_col) * p.col;
+        target += (row + to_row) * p.target_row + col + to_col;
+        float4 piece[STEPS];
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            piece[i] = make_float4(0, 0, 0, 0);
+            if (from_row < rows && from_col + i * 16 < cols)
+                piece[i] = load_past_l1(reinterpret_cast<const float4*>(source + i * 16 * p.col));
+        }
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const float values[4] = {piece[i].x, piece[i].y, piece[i].z, piece[i].w};
+#pragma unroll
+            for (int v = 0; v < 4; ++v) *at(from_row + v, from_col + i * 16) = values[v];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) piece[i] = *reinterpret_cast<const float4*>(at(to_row + i * 16, to_col));
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            if (to_row + i * 16 < rows && to_col < end)
+                *reinterpret_cast<float4*>(target + i * 16 * p.target_row) = piece[i];
+        }
+        __syncthreads();
+    });
+}
+
 }  // namespace rawops

@@ -16,7 +16,7 @@ _MAX_GRID_Z = 65535
 # 74 TFLOP/s, one of 8-byte accesses at 400, one through TMA at 650, and a copy moves 3.5 TB/s; elsewhere it is alike.
 _OPS_PER_BYTE = {2: 24, 4: 24, 8: 330}
 _OPS_PER_BYTE_TF32 = 77  # 160 TFLOP/s without wgmma, which takes TF32 only along K, and 390 with it
-_OPS_PER_BYTE_FLOAT32 = 300  # 47 TFLOP/s where slices of K are transposed on their way, and 49.5 where they are not
+_OPS_PER_BYTE_FLOAT32 = 300  # 51 TFLOP/s where slices of K are transposed on their way, and 53 where they are not
 _LAUNCH_BYTES = 16 << 20  # what the memory could move during the copy's launch
 _LINE = 128  # bytes: rows that begin in the middle of one come slower, but short ones are not to become much longer
 
@@ -37,9 +37,17 @@ _SPECS = {
     )
     for transposes in (False, True)
 }
-_BYTES = KernelSpec(
-    source="gemm_repack.cu", entry="rawops::gemm_repack_bytes", template=(), choices={}, smoke=({},), params=_PARAMS
-)
+_WHOLE = {  # by the bytes of an element: transposes that read 4 bytes, or 16, at a time
+    itemsize: KernelSpec(
+        source="gemm_repack.cu",
+        entry=f"rawops::gemm_repack_{name}",
+        template=(),
+        choices={},
+        smoke=({},),
+        params=_PARAMS,
+    )
+    for itemsize, name in ((1, "bytes"), (4, "words"))
+}
 
 
 def pays(operations: int, access: int, copied_bytes: int, kind: str = "") -> bool:
@@ -152,13 +160,14 @@ def _copy(device, x: Operand, sizes: tuple, strides: tuple, k_major: bool, exten
     pitch = -(-cols // unit) * unit
     extents = _distinct(x, extents)
     transposes = row == 1 and col != 1 and rows > 1
-    of_bytes = transposes and x.itemsize == 1 and all(n % 4 == 0 for n in (x.alignment, rows, col, *x.batch))
+    in_fours = x.alignment % (4 * x.itemsize) == 0 and all(n % 4 == 0 for n in (rows, col, *x.batch))
+    whole = transposes and x.itemsize in _WHOLE and in_fours
     if transposes:
-        side = _SIDE_OF_BYTES if of_bytes else _SIDE
+        side = _SIDE_OF_BYTES if x.itemsize == 1 and whole else _SIDE
         blocks = -(-rows // side) * -(-cols // side)
     else:
         blocks = -(-rows * (pitch // width) // _THREADS)
-    kernel = _BYTES.kernel(device) if of_bytes else _SPECS[transposes].kernel(device, bytes=x.itemsize)
+    kernel = _WHOLE[x.itemsize].kernel(device) if whole else _SPECS[transposes].kernel(device, bytes=x.itemsize)
     copy = Copy(
         kernel=kernel,
         grid=(blocks, 1, min(math.prod(extents), _MAX_GRID_Z)),
