@@ -25,13 +25,16 @@ template <int MN_, int K_, bool kTransposed> struct SimtTile {
 template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = false> struct SimtLoader {
     using Tile = SimtTile<MN, K, kKMajor>;
     static constexpr int WIDTH = ACCESS / int(sizeof(float));
-    static constexpr int PIECES_PER_ROW = (kKMajor ? K : MN) / WIDTH;  // a row of the operand, along ACCESS
-    static constexpr int ROWS_PER_STEP = THREADS / PIECES_PER_ROW;
-    static constexpr int STEPS = MN * K / WIDTH / THREADS;
     static constexpr int EXTENT = kGated ? MN / 2 : MN;  // of the operand's MN
-    static constexpr int ROWS = kKMajor ? EXTENT : K;    // evenly spaced
+    // One row a thread, whose pieces lie at constant distances, where lines of memory are asked for whole all the same.
+    static constexpr int SHARE = THREADS / K * WIDTH;
+    static constexpr bool kOneRow = !kKMajor && SHARE >= 32 && EXTENT % SHARE == 0;
+    static constexpr int PIECES_PER_ROW = kOneRow ? THREADS / K : (kKMajor ? K : MN) / WIDTH;  // of one step
+    static constexpr int ROWS_PER_STEP = kOneRow ? 0 : THREADS / PIECES_PER_ROW, COLS_PER_STEP = kOneRow ? SHARE : 0;
+    static constexpr int STEPS = MN * K / WIDTH / THREADS;
+    static constexpr int ROWS = kKMajor ? EXTENT : K;  // evenly spaced
     static_assert(THREADS % PIECES_PER_ROW == 0 && MN * K % (WIDTH * THREADS) == 0, "all threads take whole pieces");
-    static_assert(ROWS % ROWS_PER_STEP == 0 || STEPS == 1, "a step stays in one half");
+    static_assert(kOneRow || ROWS % ROWS_PER_STEP == 0 || STEPS == 1, "a step stays in one half");
 
     const float* source;  // this thread's first piece in the slice that comes next
     int64_t row_stride, col_stride, gate_offset;
@@ -52,10 +55,12 @@ template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = fa
         if (kGated && (kKMajor ? row : col) >= EXTENT) source += gate_offset;
     }
 
-    // Starts the copy of the next slice, of which k_count values of K exist.
-    __device__ void fetch(uint32_t destination, int k_count) {
-        if (k_count >= K && mn_count >= EXTENT) copy<true>(destination, k_count);
-        else copy<false>(destination, k_count);
+    __device__ bool lies_inside() const { return mn_count >= EXTENT; }
+
+    // Starts the copy of the next slice, of which k_count values of K exist. kWhole: the tile lies inside the operand,
+    // and nothing is tested.
+    template <bool kWhole> __device__ void fetch(uint32_t destination, int k_count) {
+        copy<kWhole>(destination, k_count);
         source += K * (kKMajor ? col_stride : row_stride);
     }
 
@@ -74,16 +79,20 @@ template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = fa
     }
 
 private:
-    // kWhole: the tile lies inside the operand, and nothing is tested.
     template <bool kWhole> __device__ void copy(uint32_t destination, int k_count) {
+        int mn_left = mn_count - (kKMajor ? 0 : col % EXTENT);
+        if constexpr (!kWhole) asm volatile("" : "+r"(mn_left));  // what follows from it is not to wait in registers
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            const int begin = step * ROWS_PER_STEP, rows = (kKMajor ? mn_count : k_count) - begin % ROWS;
-            const int cols = kKMajor ? k_count - col : mn_count - col % EXTENT;
+            const int begin = step * ROWS_PER_STEP, begin_col = step * COLS_PER_STEP;
+            const int rows = (kKMajor ? mn_left : k_count) - begin % ROWS;
+            const int cols = kKMajor ? k_count - col : mn_left - begin_col % EXTENT;
             const int valid = kWhole ? WIDTH : row % ROWS < rows ? clamp(cols, 0, WIDTH) : 0;
-            const float* from = source + begin % ROWS * row_stride + (begin >= ROWS ? gate_offset : 0);
+            const float* from = source + begin % ROWS * row_stride + begin_col % EXTENT;
+            if (begin >= ROWS || begin_col >= EXTENT) from += gate_offset;
             if constexpr (!kKMajor) {
-                cp_async<ACCESS>(destination + Tile::offset(row + begin, col), from, valid * int(sizeof(float)));
+                cp_async<ACCESS>(destination + Tile::offset(row + begin, col + begin_col), from,
+                                 valid * int(sizeof(float)));
             } else if constexpr (kWhole) {
                 const auto piece = *reinterpret_cast<const Vector<float, WIDTH>*>(from);
 #pragma unroll
@@ -104,14 +113,13 @@ template <class Tile, int COUNT> struct SimtReader {
 
     __device__ int index(int i) const { return first + i / 4 * STRIDE + i % 4; }
 
-    __device__ void read(float (&values)[COUNT], uint32_t tile, int k) const {
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 4) {
-            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(values[i]), "=f"(values[i + 1]), "=f"(values[i + 2]), "=f"(values[i + 3])
-                         : "r"(tile + Tile::offset(k, first) + i / 4 * STRIDE * int(sizeof(float)))
-                         : "memory");
-        }
+    // The group of 4 at row k.
+    __device__ void read(float (&values)[COUNT], int group, uint32_t tile, int k) const {
+        float* to = values + group * 4;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                     : "r"(tile + Tile::offset(k, first) + group * STRIDE * int(sizeof(float)))
+                     : "memory");
     }
 };
 
@@ -127,9 +135,27 @@ struct SimtProduct {
     static constexpr int LANES_M = 8, LANES_N = 4;
     static constexpr int ROWS = Shape::WARP_M / LANES_M, COLS = Shape::WARP_N / LANES_N;  // of one thread
     static constexpr int TILE_COLS = Epilogue::kGated ? BLOCK_N / 2 : BLOCK_N, UP = Epilogue::kGated ? COLS / 2 : 0;
+    // The loop over k is to stay in the instruction cache of a quarter of an SM. Transposed tiles are short, and where
+    // their rows lie depends on k.
+    static constexpr int UNROLL = ROWS * COLS < 128 || kAKMajor || kBKMajor ? BLOCK_K : 2;
+    static constexpr bool kTakesTurns = Shape::THREADS == 256 && UNROLL < BLOCK_K;
     using LoaderA = SimtLoader<BLOCK_M, BLOCK_K, kAKMajor, ACCESS_A, Shape::THREADS>;
     using LoaderB = SimtLoader<BLOCK_N, BLOCK_K, kBKMajor, ACCESS_B, Shape::THREADS, Epilogue::kGated>;
     static constexpr int A_BYTES = LoaderA::Tile::BYTES, STAGE_BYTES = A_BYTES + LoaderB::Tile::BYTES;
+
+    // Adds the products of 4 columns, each of which shares its row or its column with the one before: of its operands
+    // two are left to fetch, and registers have two banks. The compiler's own order has one in six fetch three.
+    static __device__ void multiply_group(float (&acc)[ROWS][COLS], const float (&a)[ROWS], const float (&b)[COLS],
+                                          int group) {
+#pragma unroll
+        for (int j = group * 4; j < group * 4 + 4; ++j) {
+#pragma unroll
+            for (int step = 0; step < ROWS; ++step) {
+                const int i = j % 2 ? ROWS - 1 - step : step;
+                asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(acc[i][j]) : "f"(a[i]), "f"(b[j]));
+            }
+        }
+    }
 
     // The tile at m_begin and n_begin of one product of the batch, of rows below m_end.
     static __device__ void run(const GemmCall& call, const GemmShape& shape, float alpha, char* shared, int batch,
@@ -148,45 +174,68 @@ struct SimtProduct {
                          m_end, k_begin, 0, thread);
         LoaderB loader_b(static_cast<const float*>(call.b) + shape.b.offset(index), shape.b.col, shape.b.row, n_begin,
                          cols, k_begin, cols * shape.b.col, thread);
+        // The second of a scheduler's two warps starts its copies in the middle of a slice: one multiplies meanwhile.
+        const int turn = kTakesTurns ? __shfl_sync(~0u, warp / 4, 0) : 0;
         float acc[ROWS][COLS] = {};
 
         const uint32_t ring = shared_address(shared);
+        const bool inside = loader_a.lies_inside() && loader_b.lies_inside();
         auto fetch = [&](uint32_t stage, int block) {
             const int k_left = k_count - block * BLOCK_K;
-            loader_a.fetch(stage, k_left);
-            loader_b.fetch(stage + A_BYTES, k_left);
+            if (inside && k_left >= BLOCK_K) {
+                loader_a.template fetch<true>(stage, k_left);
+                loader_b.template fetch<true>(stage + A_BYTES, k_left);
+            } else {
+                loader_a.template fetch<false>(stage, k_left);
+                loader_b.template fetch<false>(stage + A_BYTES, k_left);
+            }
         };
         auto store = [&](uint32_t stage) {
             loader_a.store(stage);
             loader_b.store(stage + A_BYTES);
         };
-        // Values of the next k are read while the current ones multiply, across stages too.
-        float a[2][ROWS], b[2][COLS];
-        auto read = [&](uint32_t stage, int k) {
-            reader_a.read(a[k % 2], stage, k);
-            reader_b.read(b[k % 2], stage + A_BYTES, k);
-        };
-        auto add_product = [&](int k) {
+        // Values of the next k are read while the current ones multiply, across stages too. Those of b are needed one
+        // group after the other, and take the places of those that are done with.
+        float a[2][ROWS], b[COLS];
+        auto add_product = [&](int k, uint32_t next, int next_k) {
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-                for (int j = 0; j < COLS; ++j) acc[i][j] = fmaf(a[k % 2][i], b[k % 2][j], acc[i][j]);
+            for (int group = 0; group < COLS / 4; ++group) {
+                multiply_group(acc, a[k % 2], b, group);
+                reader_b.read(b, group, next + A_BYTES, next_k);
+                if (group < ROWS / 4) reader_a.read(a[(k + 1) % 2], group, next, next_k);
+                if (group == 2) __syncwarp();  // or the compiler puts reads off until they are waited for
             }
         };
-        auto begin = [&](uint32_t stage) { read(stage, 0); };
-        auto multiply = [&](uint32_t stage) {
+        auto begin = [&](uint32_t stage) {
 #pragma unroll
-            for (int k = 0; k < BLOCK_K - 1; ++k) {
-                read(stage, k + 1);
-                add_product(k);
-            }
+            for (int group = 0; group < ROWS / 4; ++group) reader_a.read(a[0], group, stage, 0);
+#pragma unroll
+            for (int group = 0; group < COLS / 4; ++group) reader_b.read(b, group, stage + A_BYTES, 0);
         };
-        auto finish = [&](uint32_t next) {
-            read(next, 0);
-            add_product(BLOCK_K - 1);
+        auto multiply = [&](uint32_t stage, const RingStart<decltype(fetch)>& start) {
+            auto add_products = [&](int k_begin, int k_end) {
+#pragma unroll 1
+                for (int i = k_begin; i < k_end; i += UNROLL) {
+#pragma unroll
+                    for (int k = 0; k < UNROLL; ++k) add_product(k, stage, i + k + 1);
+                }
+            };
+            constexpr int MIDDLE = kTakesTurns ? BLOCK_K / 2 : 0, LAST = BLOCK_K - UNROLL;
+            if (turn == 0) start();
+            add_products(0, MIDDLE);
+            if (turn != 0) start();
+            add_products(MIDDLE, LAST);
+#pragma unroll
+            for (int k = LAST; k < BLOCK_K - 1; ++k) add_product(k, stage, k + 1);
         };
-        run_ring<Shape::STAGES, STAGE_BYTES>(ring, ceil_div(k_count, BLOCK_K), fetch, store, begin, multiply, finish);
+        auto finish = [&](uint32_t next) { add_product(BLOCK_K - 1, next, 0); };
+        run_ring<Shape::STAGES, STAGE_BYTES, true>(ring, ceil_div(k_count, BLOCK_K), fetch, store, begin, multiply,
+                                                   finish);
 
+        if constexpr (kAKMajor != kBKMajor) {  // made anew: it would lie in registers, which are too few there
+            asm volatile("" : "+r"(batch));
+            shape.batch_index(batch, index);
+        }
         EpilogueCall target = call.epilogue;
         target.out = static_cast<float*>(target.out) + blockIdx.y * shape.partial_stride;
         const Epilogue epilogue(target, shape.epilogue, index, shape.partial_stride != 0 ? 1.0f : alpha, m_end);

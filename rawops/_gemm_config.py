@@ -92,6 +92,7 @@ TILES = {
         Tile(32, 128, 16, 3, (1, 4)),
     ),
     "float32 across K": (
+        Tile(256, 128, 32, 3, (4, 2)),
         Tile(256, 128, 16, 3, (4, 2)),
         Tile(128, 128, 16, 3, (2, 2)),
         Tile(64, 64, 16, 3, (2, 2)),
@@ -151,7 +152,6 @@ def _spec(kind: str, types: dict, accesses: tuple[int, ...], smoke: list[dict]) 
         choices=choices,
         smoke=smoke,
         params=PARAMS,
-        spills={"sm_100a": 52} if kind == "float32" else None,
     )
 
 

@@ -168,7 +168,6 @@ OP = Op(
     ),
     5,
     _prepare,
-    ("pages", "q_out"),
 )
 
 
