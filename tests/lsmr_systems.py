@@ -1,6 +1,7 @@
 """What the tests of LSMR share: systems whose singular values are known, and comparison with SciPy."""
 
 import numpy as np
+from scipy import sparse
 
 import rawops
 
@@ -56,3 +57,10 @@ def counted(a):
         return a.conj().T @ u
 
     return rawops.LinearOperator(a.shape, matvec, rmatvec, a.dtype), calls
+
+
+def scattered(rng, m, n, dtype="float64"):
+    """A sparse matrix that LSMR is done with in a few iterations, in SciPy's and in our form."""
+    a = sparse.random_array((m, n), density=0.05, rng=rng, dtype=np.float64)
+    a = (a + sparse.diags_array(np.full(min(m, n), 3.0), shape=(m, n))).tocsr()
+    return (a + 1j * a.copy().multiply(0.3)).tocsr() if np.dtype(dtype).kind == "c" else a

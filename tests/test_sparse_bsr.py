@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from coordinates import Coordinates, integers, same
 from scipy import sparse
-from test_sparse import Coordinates, integers, same
 
 import rawops
 from rawops import BSRMatrix, _sparse_tiles

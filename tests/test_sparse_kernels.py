@@ -4,7 +4,7 @@ import weakref
 
 import numpy as np
 import pytest
-from test_sparse import Coordinates, integers, same
+from coordinates import Coordinates, integers, same
 
 from rawops import SparseMatrix, _sparse_store
 from rawops._runtime import device as devices

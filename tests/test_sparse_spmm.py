@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from test_sparse import Coordinates, integers, same
+from coordinates import Coordinates, integers, same
 
 from rawops import _sparse_operands, _sparse_spmm
 from rawops._sparse_spmm import Layout, layout_for
