@@ -28,7 +28,7 @@ template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = fa
     static constexpr int EXTENT = kGated ? MN / 2 : MN;  // of the operand's MN
     // One row a thread, whose pieces lie at constant distances, where lines of memory are asked for whole all the same.
     static constexpr int SHARE = THREADS / K * WIDTH;
-    static constexpr bool kOneRow = !kKMajor && SHARE >= 32 && EXTENT % SHARE == 0;
+    static constexpr bool kOneRow = !kKMajor && WIDTH > 1 && SHARE >= 32 && EXTENT % SHARE == 0;
     static constexpr int PIECES_PER_ROW = kOneRow ? THREADS / K : (kKMajor ? K : MN) / WIDTH;  // of one step
     static constexpr int ROWS_PER_STEP = kOneRow ? 0 : THREADS / PIECES_PER_ROW, COLS_PER_STEP = kOneRow ? SHARE : 0;
     static constexpr int STEPS = MN * K / WIDTH / THREADS;

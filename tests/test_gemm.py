@@ -520,6 +520,17 @@ def test_tf32_rounding(device, rng):
             np.testing.assert_array_equal(got, even if by_tma else away)
 
 
+def test_float32_of_no_contiguous_axis(monkeypatch, device, rng):
+    """Every other column of one operand beside one that is contiguous along K, in the largest tile."""
+    tile, configs = TILES["float32"][0], sys.modules[Problem.__module__]
+    monkeypatch.setattr(configs, "select_config", lambda problem, *_: Config(tile, 1, 8 * tile.block_k))
+    M, N, K = tile.block_m - 3, tile.block_n - 6, tile.block_k + 3
+    a, b = integers(rng, (M, 2 * K), "float32"), integers(rng, (K, 2 * N), "float32")
+    a_of_k, b_of_k = a[:, :K].copy(), b[:, :N].copy("F")
+    same(device, gemm(device.put(a_of_k), device.put(b)[:, ::2]), expected(a_of_k, b[:, ::2]))
+    same(device, gemm(device.put(a)[:, ::2], device.put(b_of_k.T).T), expected(a[:, ::2], b_of_k))
+
+
 @pytest.mark.parametrize("M, N, K", [(5, 140, 9), (132, 36, 24), (67, 130, 21)])
 def test_float32_reads_nothing_beside_its_operands(device, rng, M, N, K):
     """Views of every alignment in a frame of NaN, in tiles that are cut at any edge."""
