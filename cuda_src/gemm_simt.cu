@@ -27,6 +27,7 @@ template <int MN, int K, bool kKMajor, int ACCESS, int THREADS, bool kGated = fa
     static constexpr int WIDTH = ACCESS / int(sizeof(float));
     static constexpr int EXTENT = kGated ? MN / 2 : MN;  // of the operand's MN
     // One row a thread, whose pieces lie at constant distances, where lines of memory are asked for whole all the same.
+    // Accesses of one value have any stride.
     static constexpr int SHARE = THREADS / K * WIDTH;
     static constexpr bool kOneRow = !kKMajor && WIDTH > 1 && SHARE >= 32 && EXTENT % SHARE == 0;
     static constexpr int PIECES_PER_ROW = kOneRow ? THREADS / K : (kKMajor ? K : MN) / WIDTH;  // of one step
@@ -139,6 +140,7 @@ struct SimtProduct {
     // their rows lie depends on k.
     static constexpr int UNROLL = ROWS * COLS < 128 || kAKMajor || kBKMajor ? BLOCK_K : 2;
     static constexpr bool kTakesTurns = Shape::THREADS == 256 && UNROLL < BLOCK_K;
+    static_assert(ROWS <= COLS, "a is read beside b, group by group");
     using LoaderA = SimtLoader<BLOCK_M, BLOCK_K, kAKMajor, ACCESS_A, Shape::THREADS>;
     using LoaderB = SimtLoader<BLOCK_N, BLOCK_K, kBKMajor, ACCESS_B, Shape::THREADS, Epilogue::kGated>;
     static constexpr int A_BYTES = LoaderA::Tile::BYTES, STAGE_BYTES = A_BYTES + LoaderB::Tile::BYTES;

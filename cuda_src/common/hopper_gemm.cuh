@@ -8,7 +8,8 @@
 // finish one, the first stages of the next arrive, and D leaves during the next main loop.
 //
 // A cluster works on one tile, each block on a slice of K. Then every block adds up a share of the columns from the
-// partial sums of all, in the order of their ranks, and finishes it.
+// partial sums of all, in the order of their ranks, and finishes it. Pairs and squares have a tile a block, and share
+// what they load: see HopperTile.
 #pragma once
 #include "hopper_copies.cuh"
 #include "hopper_finish.cuh"
