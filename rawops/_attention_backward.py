@@ -165,7 +165,7 @@ def backward(
     for name in ("dout", "q", "k", "v", "out", "lse", *(("cu_seqlens_q", "cu_seqlens_k") if varlen else ())):
         if named[name] is None:
             checks.fail(TypeError, function, name, "be an array", "None")
-    values, give = arrays.take(function, **named)
+    values, give = arrays.take(function, _GRADIENTS, **named)
     named = dict(zip(named, values, strict=True))
     device = arrays.device_of(function, **named)
     with device.current():
@@ -175,9 +175,7 @@ def backward(
 
 def _prepare_and_run(function: str, options, varlen, device, named: dict, deterministic: bool, dropout) -> None:
     """Check a call on a device and run it; results that were not given are added to `named`."""
-    for name, x in named.items():
-        if x is not None:
-            checks.on_elements(function, name, x, device.pointer(x))
+    checks.all_on_elements(function, named, named.values(), map(device.pointer, named.values()))
     sizes = sizes_of(function, named, varlen)
     check_scores(function, named, sizes)
     if varlen is not None and settings.current().check:

@@ -159,7 +159,7 @@ class Attention:
     def _call_converted(self, operands: tuple, dropout: Dropout | None):
         named = dict(zip(ROLES, operands, strict=True))
         self._check_given(named)
-        converted, give = arrays.take(self.function, **named)
+        converted, give = arrays.take(self.function, ("out", "lse"), **named)
         device = arrays.device_of(self.function, **dict(zip(ROLES, converted, strict=True)))
         operands = tuple(converted)
         with device.current():
@@ -241,9 +241,7 @@ class Attention:
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
         """Check the arguments, choose the kernel and pack what does not change."""
         named = dict(zip(ROLES, operands, strict=True))
-        for name, x, address in zip(ROLES, operands, addresses, strict=True):
-            if x is not None:
-                checks.on_elements(self.function, name, x, address)
+        checks.all_on_elements(self.function, ROLES, operands, addresses)
         sizes = sizes_of(self.function, named, self.varlen, _FORWARD)
         check_scores(self.function, named, sizes)
         check_scales(self.function, named, sizes)

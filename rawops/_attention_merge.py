@@ -77,10 +77,10 @@ def merge_states(function: str, out_a, lse_a, out_b, lse_b) -> tuple:
     for name, x in named.items():
         if x is None:
             checks.fail(TypeError, function, name, "be an array", "None")
-    (out_a, lse_a, out_b, lse_b), give = arrays.take(function, **named)
+    taken, give = arrays.take(function, **named)
+    out_a, lse_a, out_b, lse_b = taken
     device = arrays.device_of(function, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    for name, x in zip(named, (out_a, lse_a, out_b, lse_b), strict=True):
-        checks.on_elements(function, name, x, device.pointer(x))
+    checks.all_on_elements(function, named, taken, map(device.pointer, taken))
     dtype = checks.dtype(function, "out_a", out_a, DTYPES)
     if out_a.ndim not in (3, 4):
         rule = "have 4 dimensions (batch, seqlen, heads, head_dim) or 3 (total, heads, head_dim)"

@@ -185,7 +185,6 @@ class Product:
         names = [self.names.get(role, role) for role in self.roles]
         named = dict(zip(names, operands, strict=True))
         self._check_given(operands)
-        arrays.check_writeable(self.function, out=operands[_OUT])
         converted, give = arrays.take(self.function, **named)
         device = arrays.device_of(self.function, **dict(zip(names, converted, strict=True)))
         operands = tuple(converted)

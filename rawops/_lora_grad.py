@@ -104,9 +104,9 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
     given = _outs(out)
     named = {"dout": dout, "x": x, "c": c, "a": a, "b": b}
     check_given(_FUNCTION, **named)
-    named |= {f"out[{i}]": o for i, o in enumerate(given)}
-    arrays.check_writeable(_FUNCTION, **{f"out[{i}]": o for i, o in enumerate(given)})
-    taken, give = arrays.take(_FUNCTION, **named)
+    written = {f"out[{i}]": o for i, o in enumerate(given)}
+    named |= written
+    taken, give = arrays.take(_FUNCTION, tuple(written), **named)
     device = arrays.device_of(_FUNCTION, **dict(zip(named, taken, strict=True)))
     inputs, outs = taken[:5], taken[5:]
     scaling = checks.number(_FUNCTION, "scaling", scaling)
@@ -155,9 +155,7 @@ def _check_places(device, named: dict) -> None:
     """Check where the arrays lie: results that share memory would be written one after the other."""
     operands, names = tuple(named.values()), tuple(named)
     addresses = [device.pointer(x) for x in operands]
-    for name, x, address in zip(names, operands, addresses, strict=True):
-        if x is not None:
-            checks.on_elements(_FUNCTION, name, x, address)
+    checks.all_on_elements(_FUNCTION, names, operands, addresses)
     apart = keep_apart(operands, 5, (6, 7)) + keep_apart(operands, 6, (7,))
     check_apart(_FUNCTION, names, apart, addresses)
 

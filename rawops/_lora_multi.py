@@ -160,7 +160,6 @@ class MultiLoRA(NotCopied, instead="Make a new one of c, and load the adapters."
         function = self._function
         named = {"x": x, "lora_indices": lora_indices, "residual": residual, "out": out}
         check_given(function, x=x, lora_indices=lora_indices)
-        arrays.check_writeable(function, out=out)
         taken, give = arrays.take(function, **named)
         arrays.device_of(function, c=self.c, **dict(zip(named, taken, strict=True)))
         x, indices, residual, out = taken

@@ -168,6 +168,7 @@ OP = Op(
     ),
     5,
     _prepare,
+    ("pages", "q_out"),
 )
 
 

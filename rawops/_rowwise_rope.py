@@ -124,4 +124,4 @@ def _check_pairs(function: str, rotary_dim: int | None, head_dim: int, cos, sin)
     return rotary_dim // 2
 
 
-OP = Op(("q", "positions", "k", "cos", "sin", "q_out", "k_out"), 2, _prepare)
+OP = Op(("q", "positions", "k", "cos", "sin", "q_out", "k_out"), 2, _prepare, ("q_out", "k_out"))

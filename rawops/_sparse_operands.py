@@ -21,7 +21,7 @@ def operands(function: str, device, x, out, shape: tuple) -> tuple:
     if x is None:
         checks.fail(TypeError, function, "x", "be an array", "None")
     on_device(function, device, arrays.device_of(function, x=x, out=out), "x")
-    _on_elements(function, device, x=x, out=out)
+    checks.all_on_elements(function, ("x", "out"), (x, out), map(device.pointer, (x, out)))
     if x.ndim != len(shape) or x.shape[0] != shape[0]:
         wanted = f"({shape[0]},)" if len(shape) == 1 else f"({shape[0]}, any)"
         checks.fail(ValueError, function, "x", f"have shape {wanted}", f"shape {tuple(x.shape)}")
@@ -36,7 +36,7 @@ def taken(function: str, **named) -> tuple:
     found, _ = arrays.take(function, **named)
     named = dict(zip(named, found, strict=True))
     device = arrays.device_of(function, **named)
-    _on_elements(function, device, **named)
+    checks.all_on_elements(function, named, found, map(device.pointer, found))
     return device, found
 
 
@@ -46,12 +46,6 @@ def on_device(function: str, device, found, name: str) -> None:
         is_other_block = found.is_emulated and device.is_emulated
         hint = "The matrix belongs to another emulate() block: make it in this one." if is_other_block else ""
         checks.fail(ValueError, function, name, f"be on the matrix's device ({device})", str(found), hint)
-
-
-def _on_elements(function: str, device, **named) -> None:
-    for name, x in named.items():
-        if x is not None:
-            checks.on_elements(function, name, x, device.pointer(x))
 
 
 def scalars(function: str, device, dtype, alpha, beta, out=None) -> tuple[tuple, tuple, list]:
@@ -67,7 +61,7 @@ def _scalar(function: str, device, name: str, value, dtype, out, kept: list) -> 
         checks.shape(function, name, array, ())
         checks.dtype(function, name, array, ("float64",))
         on_device(function, device, arrays.device_of(function, **{name: array}), name)
-        _on_elements(function, device, **{name: array})
+        checks.on_elements(function, name, array, device.pointer(array))
         if out is not None and overlap(array, out):
             array = array.copy()
             kept.append(array)

@@ -58,8 +58,7 @@ def lora_linear(
 
     Both products are added in one float32 accumulator before the only write of the result, and the intermediate
     ``x @ a`` is float32: 65504 is not its limit. On Hopper it meets ``b`` with 16 bits where the result is bfloat16,
-    which has 8. The low-rank factors are those of LoRA (Hu et al., 2021,
-    arXiv:2106.09685).
+    which has 8. The low-rank factors are those of LoRA (Hu et al., 2021, arXiv:2106.09685).
 
     Parameters
     ----------

@@ -113,7 +113,6 @@ def test_wrong_and_empty(device, check, monkeypatch):
     monkeypatch.setattr(rawops.config, "current", lambda: settings)
     q, positions = device.put(np.zeros((3, 2, 8), np.float16)), device.put(np.zeros(3, np.int32))
     tables = dict.fromkeys(("cos", "sin"), q[:, 0, :4])
-    between = device.put(np.zeros(25, np.uint8))[1:].view(np.float16).reshape(3, 4)
     assert rawops.rope(q[:0], None, positions[:0])[0].shape == (0, 2, 8)
     for wrong, kind, message in (
         ({"k": q[:2]}, ValueError, "k must have shape"),
@@ -128,7 +127,7 @@ def test_wrong_and_empty(device, check, monkeypatch):
         ({"cos": q[:, 0, :4]}, TypeError, "sin must be an array"),
         ({name: q[0, 0, :1].reshape(()) for name in ("cos", "sin")}, ValueError, "cos must have shape"),
         (dict.fromkeys(tables, q[:, 0, :6]), ValueError, r"cos must have .* pair, at most 4, got shape \(3, 6\)"),
-        ({**tables, "sin": between}, ValueError, "sin must lie on whole elements"),
+        ({**tables, "sin": device.between(tables["sin"])}, ValueError, "sin must lie on whole elements"),
         ({"k_out": q}, ValueError, "k_out must be None"),
         ({**tables, "positions": [0, 1, 2]}, TypeError, "positions must be a GPU array, got list"),
         ({**tables, "positions": positions.astype(np.float32) - 1}, TypeError, "positions must have dtype"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.sparse
 
 import rawops
 from rawops._runtime import arrays, checks, held
@@ -231,12 +232,13 @@ def test_masked_arrays_raise():
 
 def test_read_only_arrays_of_other_libraries_take_no_results():
     """CuPy forgets what they say of themselves, as JAX's do: what may not change would change."""
-
     interface = {"shape": (4, 4), "typestr": "<f2", "data": (512, True), "version": 3}
     x, out = np.ones((4, 4), np.float16), types.SimpleNamespace(__cuda_array_interface__=interface)
     positions = np.zeros(4, np.int32)
     with rawops.emulate():
         adapters = rawops.MultiLoRA(x, 1, 4)
+        A, q = rawops.SparseMatrix.from_scipy(scipy.sparse.csr_array(np.eye(4, dtype=np.float32))), x[None, :, None]
+        zeros = np.zeros((1, 4), np.int32)
         for name, call in (
             ("out", lambda: rawops.gemm(x, x, out=out)),
             ("out", lambda: rawops.lora_linear(x, x, x, x, out=out)),
@@ -245,6 +247,11 @@ def test_read_only_arrays_of_other_libraries_take_no_results():
             ("out", lambda: rawops.softmax(x, out=out)),
             ("residual_out", lambda: rawops.rmsnorm(x, residual=x, residual_out=out)),
             ("k_out", lambda: rawops.rope(x[:, None], x[:, None], positions, k_out=out)),
+            ("lse", lambda: rawops.FlashAttention()(q, q, q, lse=out)),
+            ("dv", lambda: rawops.flash_attention_backward(q, q, q, q, q, q, dv=out)),
+            ("out", lambda: A.matvec(x[0].astype(np.float32), out=out)),
+            ("pages", lambda: rawops.append_paged_kv(x[:1, None], x[:1, None], out, zeros, zeros[0, :1])),
+            ("out", lambda: rawops.paged_attention(x[:1, None], x, zeros, zeros[0, :1], out=out)),
         ):
             with pytest.raises(ValueError, match=f"{name} must be writeable, got a read-only array of "):
                 call()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import numpy as np
 
@@ -59,13 +59,15 @@ def signature(operands: tuple) -> tuple[list, list] | None:
     return key, addresses
 
 
-def take(function: str, **named) -> tuple[list, Callable]:
+def take(function: str, written: Container[str] = ("out",), **named) -> tuple[list, Callable]:
     """Turn the arguments of an op into CuPy arrays (or NumPy arrays under emulation) without copying.
 
     Parameters
     ----------
     function : str
         The op's name, for messages.
+    written : container of str
+        The names of arrays that results go to. Other libraries' that say that they are read-only, as JAX's do, raise.
     **named
         Arrays by argument name; None stays None.
 
@@ -87,6 +89,8 @@ def take(function: str, **named) -> tuple[list, Callable]:
             if first is None:
                 first = x
             if type(x) is not native:
+                if name in written:
+                    _check_writeable(function, name, x)
                 x = _convert(function, name, x)
             check_bytes(function, name, x)
         values.append(x)
@@ -96,22 +100,15 @@ def take(function: str, **named) -> tuple[list, Callable]:
     return values, _exporter(first, out, dict(zip(named, values, strict=True)).get("out"))
 
 
-def check_writeable(function: str, **named) -> None:
-    """Raise ValueError for another library's array that a result is to go to, if it says that it is read-only.
-
-    CuPy has no such arrays, and forgets it of those that it views: the check has to come before `take`.
-    """
-    for name, x in named.items():
-        if x is not None and type(x) is not _native and _is_read_only(x):
-            library = type(x).__module__.partition(".")[0]
-            fail(ValueError, function, name, "be writeable", f"a read-only array of {library}")
-
-
-def _is_read_only(x) -> bool:
+def _check_writeable(function: str, name: str, x) -> None:
+    """Raise ValueError for an array that says that it is read-only: CuPy forgets that of what it views."""
     try:
-        return bool(x.__cuda_array_interface__["data"][1])
+        is_read_only = bool(x.__cuda_array_interface__["data"][1])
     except Exception:  # it has no such interface; torch's raises where a gradient is asked for
-        return False
+        return
+    if is_read_only:
+        library = type(x).__module__.partition(".")[0]
+        fail(ValueError, function, name, "be writeable", f"a read-only array of {library}")
 
 
 def check_bytes(function: str, name: str, x) -> None:

@@ -24,10 +24,14 @@ class Op:
     prepare : callable
         Takes the function's name, the arrays, their addresses and the options; returns a plan, which has a `device`
         and `apart`: pairs of operands that must not share memory, see `keep_apart`.
+    written : tuple of str
+        The names of those that the op writes.
     """
 
-    def __init__(self, names: tuple[str, ...], required: int, prepare: Callable[..., Any]) -> None:
-        self.names, self.required, self.prepare = names, required, prepare
+    def __init__(
+        self, names: tuple[str, ...], required: int, prepare: Callable[..., Any], written: tuple[str, ...] = ("out",)
+    ) -> None:
+        self.names, self.required, self.prepare, self.written = names, required, prepare, written
         self._plans: dict[tuple, Any] = {}
         self._last: tuple = (None, None, None, None)
 
@@ -51,7 +55,7 @@ class Op:
     def take(self, function: str, operands: tuple) -> tuple[tuple, Callable, Any]:
         """Return the arrays as CuPy's, what converts a result back, and the device, to be made the current one."""
         self._check_given(function, operands)
-        taken, give = arrays.take(function, **dict(zip(self.names, operands, strict=True)))
+        taken, give = arrays.take(function, self.written, **dict(zip(self.names, operands, strict=True)))
         device = arrays.device_of(function, **dict(zip(self.names, taken, strict=True)))
         return tuple(taken), give, device
 
@@ -79,9 +83,7 @@ class Op:
 
     def _checked(self, function: str, operands: tuple, addresses: list, options: tuple):
         """Return the plan of arrays that lie on whole elements."""
-        for name, x, address in zip(self.names, operands, addresses, strict=True):
-            if x is not None:
-                checks.on_elements(function, name, x, address)
+        checks.all_on_elements(function, self.names, operands, addresses)
         return self.prepare(function, operands, addresses, options)
 
     def _check_given(self, function: str, operands: tuple) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -86,10 +86,22 @@ def on_elements(function: str, argument: str, x, address: int) -> None:
 
     A kernel that reads one that does not ends the program's CUDA context.
     """
+    places, size = address, x.dtype.itemsize
+    for step in x.strides:
+        places |= step
+    if places % size == 0:  # nearly always; sizes are powers of two
+        return
     steps = (s for s, extent in zip(x.strides, x.shape, strict=True) if extent > 1)
-    if 0 not in x.shape and any(place % x.dtype.itemsize for place in (address, *steps)):
+    if 0 not in x.shape and any(place % size for place in (address, *steps)):
         got = f"address {address}, strides {tuple(x.strides)} bytes"
         fail(ValueError, function, argument, "lie on whole elements", got, "Copy it first.")
+
+
+def all_on_elements(function: str, names: Iterable[str], operands: Iterable, addresses: Iterable[int]) -> None:
+    """Raise unless `on_elements` holds of all operands that are not None."""
+    for name, x, address in zip(names, operands, addresses, strict=True):
+        if x is not None:
+            on_elements(function, name, x, address)
 
 
 def _nests(x) -> bool:

@@ -34,8 +34,8 @@ class Kernel(ByArguments):
 
     Notes
     -----
-    The source may include files of its own (beside it, in an ``-I`` folder or, of text, in the working directory), the
-    library's ``common/*.cuh``, and ``cuda_fp16.h``, ``cuda_bf16.h`` and ``cuda_fp8.h``. CCCL (``cuda/std``, ``cub``),
+    The source may include files of its own (beside it, in an ``-I`` folder or in the working directory), the library's
+    ``common/*.cuh``, and ``cuda_fp16.h``, ``cuda_bf16.h`` and ``cuda_fp8.h``. CCCL (``cuda/std``, ``cub``),
     ``cooperative_groups.h`` and ``mma.h`` need packages that do not come with rawops.
 
     Arguments are converted by the kernel's own parameter types: a Python number becomes the declared C++ type and
