@@ -21,7 +21,9 @@ class BSRMatrix(NotCopied, instead="Make a new one by to_bsr() of a SparseMatrix
 
     float16 and bfloat16 go to the tensor cores, with float32 sums, and so does float32 with ``precision="tf32"``; all
     other products are exact in the type of the result, on the CUDA cores. An absent entry within a block is a stored
-    zero: it multiplies (0 * NaN is NaN). Every product gives the same bits again.
+    zero: it multiplies (0 * NaN is NaN). On the tensor cores so is one within a tile of 16 x 16 of which blocks of 4 or
+    8 are a part: there a NaN or an infinity of x reaches all 16 rows of such a tile. Every product gives the same bits
+    again.
 
     Construction copies the arrays, checks all indices and synchronises. The first product on the tensor cores sorts
     tiles of 16 x 16 into the order of its kernel, which takes as much memory again, and synchronises too; later ones

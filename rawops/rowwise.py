@@ -248,7 +248,7 @@ def swiglu(gate_up, *, out=None):
     Notes
     -----
     As for `silu`. The product is rounded once, so that only it can be past the largest float16. A gate of -inf counts
-    as 0.
+    as 0, and so does one below -98 of 16 bits, or -136 of float32, however large up is.
     """
     return run(OPS["swiglu"], "swiglu", (gate_up, out), ("swiglu",))[1]
 

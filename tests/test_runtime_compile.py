@@ -57,6 +57,14 @@ def test_one_compilation_gives_cubin_ptx_signature_and_resources(arch):
     assert compiled.resources.spill_bytes == 0
 
 
+def test_a_refused_architecture_leaves_the_last_one():
+    kernel = rawops.Kernel(KERNELS / "saxpy.cu", "saxpy<float>")
+    kernel.compile("sm_80")
+    with pytest.raises(rawops.UnsupportedError):
+        kernel.compile("sm_12")
+    assert kernel.resources.registers > 0
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
 def test_ptx_alone_is_the_same_and_the_rest_is_made_when_asked_for(arch, compilations, tmp_path):
     header = tmp_path / "step.cuh"

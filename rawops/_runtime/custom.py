@@ -104,8 +104,9 @@ class Kernel(ByArguments):
         """Compile for an architecture ("sm_90a") without launching and return the result."""
         if not isinstance(arch, str):
             fail(TypeError, self._instance.expression, "arch", "be a name such as 'sm_90a'", repr(arch))
+        compiled = self._instance.compile(arch)
         self._arch = arch
-        return self._instance.compile(arch)
+        return compiled
 
     @property
     def resources(self) -> compiler.Resources:
