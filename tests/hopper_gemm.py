@@ -72,6 +72,7 @@ def force(monkeypatch):
         for module in (sm90, _gemm_8bit_config):
             monkeypatch.setattr(module, "select_config", chosen)
         monkeypatch.setattr(sm90, "wants_split", lambda *_: False)
+        monkeypatch.setattr(split, "select_slices", lambda *_: None)
 
     return fix
 
