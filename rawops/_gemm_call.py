@@ -219,7 +219,7 @@ class Product:
             addresses[_OUT] = launch.device.pointer(out)
             operands = (*operands[:_OUT], out, *operands[_OUT + 1 :])
         elif launch.collides(addresses, alpha, beta):
-            aside = launch.device.empty(launch.out_shape, launch.out_dtype)
+            aside = self.aside(launch, out)
             result = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), alpha, beta)
             if out.itemsize == 1:  # CuPy copies no float8
                 out.view("uint8")[...] = result.view("uint8")
@@ -229,6 +229,10 @@ class Product:
         if launch.steps is not None:
             launch.steps.run(operands, addresses, alpha, beta)
         return out
+
+    def aside(self, launch: Launch, out):
+        """Return where the result goes before it is copied to an out that overlaps an input."""
+        return launch.device.empty(launch.out_shape, launch.out_dtype)
 
     def workspace(self, device, shape: tuple, dtype) -> tuple:
         """Return an array and its address; a kept one, if workspaces are kept."""

@@ -105,6 +105,9 @@ class GroupedProduct(Product):
             self._check_values(operands[0].shape[0], operands[-1].tolist())
         return super()._run(launch, operands, addresses, alpha, beta)
 
+    def aside(self, launch: Launch, out):
+        return out.copy()  # with the rows in no group, which are not written
+
     def _check_values(self, rows: int, offsets: list) -> None:
         falls = any(end < begin for begin, end in itertools.pairwise(offsets))
         if falls or offsets[0] < 0 or offsets[-1] > rows:

@@ -236,6 +236,14 @@ def test_result_in_the_place_of_an_input(device, rng):
     np.testing.assert_array_equal(device.get(x), expected(a, b, offsets))
 
 
+def test_result_in_the_place_of_an_input_keeps_rows_in_no_group(device, rng):
+    a, b, offsets = integers(rng, (20, 16), "float32"), integers(rng, (2, 16, 16), "float32"), offsets_of(4, 5, first=3)
+    x, want = device.put(a.copy()), a.copy()
+    want[3:12] = expected(a, b, offsets)[3:12]
+    assert grouped_gemm(x, device.put(b), device.put(offsets), out=x) is x
+    np.testing.assert_array_equal(device.get(x), want)
+
+
 def test_checks(device):
     put = device.put
     a, b, offsets = put(np.ones((6, 8), "float16")), put(np.ones((2, 8, 4), "float16")), put(np.zeros(3, np.int32))
