@@ -139,14 +139,14 @@ class MultiLoRA(NotCopied, instead="Make a new one of c, and load the adapters."
         return checks.int_range(function, "slot", slot, 0, self.max_loras - 1)
 
     def __call__(self, x, lora_indices, *, residual=None, out=None):
-        """Run on x (..., K) with the adapters in the slots lora_indices (...), int32 on the device, in any order.
+        """Run on x (..., M, K) with the adapters in the slots lora_indices (..., M), int32 on the device, in any order.
 
         -1, any other number that is no slot, and that of an empty slot stand for no adapter; with RAWOPS_CHECK=1 the
         latter two raise ValueError, for which the indices are read on the host.
 
         Returns
         -------
-        array (..., N), or (..., N/2) for swiglu
+        array (..., M, N), or (..., M, N/2) for swiglu
         """
         if config.current().check:
             self._check_indices(lora_indices)

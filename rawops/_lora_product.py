@@ -24,6 +24,10 @@ class Base(Product):
 
     names: ClassVar = {"a": "x", "b": "c", "c": "addend", "lora_a": "a", "lora_b": "b"}
 
+    def prepare(self, device, operands: tuple, addresses: list) -> Launch:
+        check_input(self.function, *operands[:2])
+        return super().prepare(device, operands, addresses)
+
 
 class LowRankProduct(Base):
     """x @ c with the low-rank part beside it."""
@@ -39,10 +43,9 @@ class LowRankProduct(Base):
         self._step = Product(function, Options(), workspaces)
 
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
-        x, c, *_, a, b = operands
+        _, c, *_, a, b = operands
         check_weights(self.function, c, a, b)
         check_columns(self.function, c, self.options.activation)
-        check_input(self.function, x, c)
         is_plain, is_wide = a.shape[1] == 0 or self.scaling == 0, c.dtype.itemsize > 2
         if not is_plain and not is_wide:
             return super().prepare(device, operands, addresses)

@@ -183,6 +183,8 @@ def test_errors_of_slices_and_merges(device):
             lambda: FusedLoRA(device.xp.lib.stride_tricks.as_strided(c, c.shape, (0, 2)), a, zeros(2, 8)).merge(),
         ),
         (ValueError, "FusedLoRA.merge: c must be the base weight", merged.merge),
+        (ValueError, "FusedLoRA: x must have shape (..., M, 6)", lambda: merged(zeros(4, 5))),
+        (TypeError, "FusedLoRA: x must have dtype float16", lambda: merged(zeros(4, 6, dtype="f4"))),
     ]:
         with pytest.raises(error) as raised:
             call()
