@@ -314,13 +314,13 @@ def _hopper_plan(device, described: dict, sizes: tuple, extents: tuple, scales: 
     kernel = spec.kernel(device, **choices, finish=problem.finish, **{name: getattr(config, name) for name in names})
     maps = _gemm_sm90.tensor_maps(device, described, problem, config, sizes, extents)
     early = _gemm_sm90.may_begin_early(config.blocks, device.sm_count)
-    ahead = asked_ahead(problem, config) if early else 0
+    ahead = asked_ahead_of_bytes(problem, config) if early else 0
     return _gemm_sm90.Plan(
         config, kernel, (config.blocks, 1, 1), config.shared_bytes(problem), maps, None, early, ahead
     )
 
 
-def asked_ahead(problem: BytesProblem, config: Config) -> int:
+def asked_ahead_of_bytes(problem: BytesProblem, config: Config) -> int:
     """Return how many stages of b the L2 is asked for before the launch before is complete.
 
     Of few rows it is to have what the ring holds, but no more than an eighth of what a block reads.

@@ -11,7 +11,7 @@ import rawops
 from rawops import _gemm_8bit
 from rawops import _gemm_8bit_config as kernels
 from rawops import _gemm_sm90 as sm90
-from rawops._gemm_8bit import asked_ahead
+from rawops._gemm_8bit import asked_ahead_of_bytes
 from rawops._gemm_config import PROMOTED
 from rawops.gemm import Gemm, gemm
 from rawops.testing import has_gpu, references
@@ -543,16 +543,16 @@ def test_a_launch_waits_for_the_one_before(hopper, rng, M, N):
 def test_few_rows_ask_for_an_eighth_ahead(M, N, K, ahead):
     """Of what a block reads, and for no more stages than there are."""
     problem = kernels.BytesProblem(M, N, K, promotion=PROMOTED)
-    assert asked_ahead(problem, kernels.select_config(problem, **H200)) == ahead
+    assert asked_ahead_of_bytes(problem, kernels.select_config(problem, **H200)) == ahead
     batches = kernels.BytesProblem(M, N, K, batches=2, promotion=PROMOTED)
-    assert asked_ahead(batches, kernels.select_config(batches, **H200)) == 0
+    assert asked_ahead_of_bytes(batches, kernels.select_config(batches, **H200)) == 0
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.0])
 @pytest.mark.parametrize("dtype, cluster", [(E4M3, 1), (E4M3, 2), (INT8, 1)])
 def test_what_is_asked_for_ahead_changes_nothing(hopper, force, monkeypatch, rng, dtype, cluster, alpha):
     """More than there is of K, of columns and of tiles: a block may have none."""
-    monkeypatch.setattr(_gemm_8bit, "asked_ahead", lambda *_: 7)
+    monkeypatch.setattr(_gemm_8bit, "asked_ahead_of_bytes", lambda *_: 7)
     force(64, block_m=64, cluster=cluster, blocks=3)
     a, b, c = integers(rng, (5, 400), dtype), integers(rng, (400, 72), dtype), integers(rng, (5, 72), FLOAT32)
     put = hopper.put
