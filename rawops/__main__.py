@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
 import pkgutil
 import re
 import runpy
@@ -26,12 +27,14 @@ from rawops._runtime.paper import PaperDevice
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options, rest = _parser().parse_known_args(argv)
-    if rest and options.command != "bench":
-        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
-    options.rest = rest
+    options = _parser().parse_args(argv)
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # nobody reads on, as after `| head`; Python's own flush at exit would say so again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (rawops.RawopsError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -71,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true")
     sub = command("bench", _bench, "time an op beside its rivals (needs a checkout with bench/)")
     sub.add_argument("op")
+    sub.add_argument("rest", nargs=argparse.REMAINDER, help="its own options: bench OP --help lists them")
     sub = command("explain", _explain, "which kernels a call takes and why, on paper: no GPU is needed, nothing runs")
     ops = sub.add_subparsers(dest="op", required=True)
     for op, module in _explainers().items():
@@ -237,14 +241,15 @@ def _demo(options) -> int:
 
 
 def _bench(options) -> int:
-    script = Path(rawops.__file__).resolve().parent.parent / "bench" / f"bench_{options.op}.py"
-    if not script.is_file():
-        known = sorted(p.stem.removeprefix("bench_") for p in script.parent.glob("bench_*.py"))
+    folder = Path(rawops.__file__).resolve().parent.parent / "bench"
+    known = sorted(path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py"))
+    if options.op not in known:
         print(
             f"bench: OP must be one of {', '.join(known) or '(no bench folder here)'}, got {options.op!r}",
             file=sys.stderr,
         )
         return 2
+    script = folder / f"bench_{options.op}.py"
     sys.argv = [str(script), *options.rest]
     sys.path.insert(0, str(script.parent))
     try:

@@ -141,8 +141,10 @@ def test_cache(capsys, registry, tmp_path):
     facts = json.loads(out)
     assert code == 0 and facts["entries"] == 1 and facts["bytes"] > 1000 and facts["removed"] == 0
     assert facts["folder"] == str(tmp_path / "cache")
+    other = tmp_path / "cache" / "folder.kernel"
+    other.mkdir()
     code, out, _ = run(capsys, "cache", "--clear")
-    assert code == 0 and list((tmp_path / "cache").iterdir()) == []
+    assert code == 0 and list((tmp_path / "cache").iterdir()) == [other]
     code, out, _ = run(capsys, "cache", "--clear", "--json")
     assert code == 0 and json.loads(out)["removed"] == 0
 
@@ -177,6 +179,13 @@ def test_a_bench_without_its_rival_says_so(capsys, monkeypatch):
     assert code == 1 and error == "bench sparse: needs a GPU, CuPy and its rivals: cupyx.cusparse was not found\n"
 
 
+def test_options_of_a_bench_are_its_own(capsys, monkeypatch):
+    monkeypatch.setattr(runpy, "run_path", lambda *_, **__: print(sys.argv[1:]))
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    assert run(capsys, "bench", "gemm", "--quick", "--help") == (0, "['--quick', '--help']\n", "")
+
+
 def test_version_and_help(capsys):
     code, out, _ = run(capsys, "--version")
     assert code == 0 and out.startswith("rawops ")
@@ -184,6 +193,20 @@ def test_version_and_help(capsys):
     assert code == 0
     for command in ("info", "demo", "kernels", "compile", "bench", "explain", "cache"):
         assert command in out
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_stops_early_is_no_error(tmp_path, unbuffered):
+    child = """
+import os, subprocess, sys
+reading, writing = os.pipe()
+os.close(reading)
+command = [sys.executable, "-m", "rawops", "cache", "--json"]
+done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
+print(done.returncode, done.stderr)
+"""
+    done = python(child, cache=tmp_path / "cache", cwd=tmp_path, PYTHONUNBUFFERED=unbuffered)
+    assert done.stdout.decode().strip() == "1 b''"
 
 
 def test_the_module_runs(tmp_path):

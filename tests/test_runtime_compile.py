@@ -1,5 +1,6 @@
 """Sources, NVRTC, specs and reload, without a launch: nothing here needs a GPU or the emulator."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -221,6 +222,11 @@ def test_text_that_is_not_utf8_compiles(tmp_path):
     assert kinds(rawops.Kernel(tmp_path / "k.cu", "f").compile("sm_80")) == "p"
 
 
+def test_a_byte_order_mark_is_no_part_of_the_source(tmp_path):
+    (tmp_path / "k.cu").write_text("__global__ void f(int* x) { *x = 1; }\n", encoding="utf-8-sig")
+    assert kinds(rawops.Kernel(tmp_path / "k.cu", "f").compile("sm_80")) == "p"
+
+
 @pytest.mark.parametrize("name", ["ÄÖ 测试.cu", "c'd e(f)(3).cu", 'quo"te.cu', "back\\n.cu", "%s{x}.cu"])
 def test_odd_file_names(tmp_path, name):
     path = tmp_path / name
@@ -229,7 +235,9 @@ def test_odd_file_names(tmp_path, name):
         rawops.Kernel(path, "f").compile("sm_80")
     assert f"{path}(2): error" in str(caught.value)
     path.write_text("__global__ void f(int* x) { *x = 1; }\n")
-    assert kinds(rawops.Kernel(path, "f").compile("sm_80")) == "p"
+    (entry,) = os.scandir(tmp_path)
+    for source in (path, str(path), entry):
+        assert kinds(rawops.Kernel(source, "f").compile("sm_80")) == "p"
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -256,6 +264,39 @@ def test_an_error_in_a_header_names_the_header(tmp_path, saxpy):
         saxpy.compile("sm_80")
     assert f"{tmp_path / 'step.cuh'}(5): error" in str(caught.value)
     assert "return a * x + z;" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("// one\n__global__ void f(float* x) {\n  if (x) {\n}\n", '(2): error: expected a "}" to match this "{"\n'),
+        ('extern "C" {\n__global__ void f() {}\n', '(1): error: expected a "}" to match this "{"\n'),
+        ("__global__ void f() {}\n__device__ int x", ', at its end: error: expected a ";"'),
+        ("__global__ void f(", '(1): error: attribute "__global__" does not apply here'),
+    ],
+)
+def test_a_source_that_ends_too_early(text, words):
+    with pytest.raises(rawops.CompileError) as caught:
+        rawops.Kernel(text, "f").compile("sm_80")
+    assert str(caught.value).startswith(f"f for sm_80 does not compile\nsource.cu{words}")
+
+
+def test_what_ptxas_refuses_has_its_source_line(tmp_path):
+    (tmp_path / "fence.cuh").write_text(
+        '#pragma once\n__device__ void fence() {\n  asm("wgmma.fence.sync.aligned;");\n}\n'
+    )
+    (tmp_path / "f.cu").write_text('#include "fence.cuh"\n__global__ void f() { fence(); }\n')
+    with pytest.raises(rawops.CompileError) as caught:
+        rawops.Kernel(tmp_path / "f.cu", "f").compile("sm_80")
+    assert f"{tmp_path / 'fence.cuh'}(3): ptxas error: Instruction 'wgmma.fence' not supported" in str(caught.value)
+    assert '3 |   asm("wgmma.fence.sync.aligned;");' in str(caught.value)
+    text = "__global__ void f(float* x) {\n  __shared__ float s[60000];\n  s[threadIdx.x] = x[0];\n}\n"
+    text = text.replace("}\n", "  __syncthreads();\n  x[1] = s[0];\n}\n")
+    with pytest.raises(
+        rawops.CompileError, match=r"does not compile\nptxas error.*uses too much shared data"
+    ) as caught:
+        rawops.Kernel(text, "f").compile("sm_80")
+    assert "\0" not in caught.value.log
 
 
 @pytest.mark.parametrize(
@@ -291,6 +332,9 @@ def test_an_unknown_architecture(arch):
 def test_a_missing_file():
     with pytest.raises(FileNotFoundError, match=r"source must be an existing file or CUDA text, got 'nowhere\.cu'"):
         rawops.Kernel("nowhere.cu", "f")
+    for text in ("", "x" * 5000, "a\0b"):  # longer than a name may be, or no name at all
+        with pytest.raises(FileNotFoundError, match="Kernel: source must be an existing file or CUDA text"):
+            rawops.Kernel(text, "f")
     for source in (None, b"__global__ void f() {}\n"):
         with pytest.raises(TypeError, match="Kernel: source must be a path or CUDA text, got "):
             rawops.Kernel(source, "f")

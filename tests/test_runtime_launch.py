@@ -280,6 +280,23 @@ def test_numpy_arrays_outside_the_emulator_say_both_ways_out(monkeypatch):
         kernel(1, 1, (x, x))
 
 
+def test_in_the_emulator_arrays_are_numpys():
+    with (
+        rawops.emulate(),
+        pytest.raises(TypeError, match=r"softmax: x must be an array, got list\. Pass a NumPy array\."),
+    ):
+        rawops.softmax([1.0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"check": "no"}, {"seed": -1}, {"seed": 1.5}, {"seed": None}, {"completion": "soon"}]
+)
+def test_bad_options_of_the_emulator_raise_at_once(options):
+    (name,) = options
+    with pytest.raises((TypeError, ValueError), match=f"emulate: {name} must be"):
+        rawops.emulate(**options)
+
+
 # --- grids and shared memory ----------------------------------------------------------------------------------------
 
 

@@ -188,6 +188,8 @@ def _convert(function: str, name: str, x):
         except Exception as error:
             message = f"{type(x).__module__}.{type(x).__qualname__} ({error})"
             fail(TypeError, function, name, "be a GPU array that CuPy can view", message)
+    if devices.emulated() is not None:
+        return fail(TypeError, function, name, "be an array", type(x).__name__, "Pass a NumPy array.")
     hint = "Pass a CuPy array, or anything with __dlpack__ or __cuda_array_interface__."
     return fail(TypeError, function, name, "be a GPU array", type(x).__name__, hint)
 

@@ -86,8 +86,12 @@ def entries() -> list[tuple[Path, int]]:
     base = folder()
     if base is None or not base.is_dir():
         return []
-    found = [*base.glob("*" + _SUFFIX), *base.glob(".*.tmp")]
-    return [(path, path.stat().st_size) for path in sorted(found) if path.exists()]
+    found = []
+    for path in sorted([*base.glob("*" + _SUFFIX), *base.glob(".*.tmp")]):
+        with contextlib.suppress(FileNotFoundError):  # another process has just finished it
+            if path.is_file():
+                found.append((path, path.stat().st_size))
+    return found
 
 
 def clear() -> int:

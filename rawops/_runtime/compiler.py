@@ -263,9 +263,11 @@ def _compile(files, digest, expression, options, arch, later: Callable[[], Nativ
         target = _virtual(arch) if later else arch
         arguments = [f"-arch={target}", *_OPTIONS, f"-I{include_folder()}", *options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [*map(sources.encode, arguments)])
-        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
+        raw = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        log = raw.replace(b"\0", b"").decode(errors="replace")
         if int(status) != 0:
-            raise _error_of(log, files, f"{expression} for {arch}")
+            ptx = functools.partial(_ptx_of, files, digest, expression, options, arch)
+            raise _error_of(log, files, f"{expression} for {arch}", ptx)
         lowered = _check(nvrtc.nvrtcGetLoweredName(program, expression.encode())).decode()
         ptx = _as_included(_text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0"))
         if later is None:
@@ -275,6 +277,15 @@ def _compile(files, digest, expression, options, arch, later: Callable[[], Nativ
         nvrtc.nvrtcDestroyProgram(program)
     parameters = _parameters(ptx.decode())
     return Compiled(expression, arch, digest, lowered, parameters, zlib.compress(ptx, 1), later or (lambda: native))
+
+
+def _ptx_of(files, digest, expression, options, arch) -> str:
+    """Return the PTX that ptxas has refused."""
+    return _compile(files, digest, expression, options, arch, _no_native).ptx
+
+
+def _no_native() -> Native:
+    raise AssertionError("this instance has PTX alone")
 
 
 def _text(size_of, fill, program) -> bytes:
@@ -317,24 +328,50 @@ def parse_resources(log: str, lowered: str) -> Resources:
     return Resources(registers, shared, local, spills, advisories)
 
 
-def _error_of(log: str, files: dict[str, sources.File], instance: str) -> Exception:
+def _error_of(log: str, files: dict[str, sources.File], instance: str, ptx: Callable[[], str]) -> Exception:
     if "invalid value for --gpu-architecture" in log:
         found = ".".join(map(str, nvrtc_version()))
         return UnsupportedError(
             f"rawops: NVRTC {found} does not know the architecture of {instance}; install one that does"
         )
-    match = re.search(r"^(.+?)\((\d+)\): ((?:catastrophic )?error\b.*)", log, re.MULTILINE)
     lines = [f"{instance} does not compile"]
     known = {sources.encode(name).decode(errors="replace"): file for name, file in files.items()}
-    if match and match.group(1) in known:
-        path, text = known[match.group(1)]
-        number, text = int(match.group(2)), text.splitlines()
-        lines.append(f"{path}({number}): {match.group(3)}")
+    name, number, error = _first_error(log, ptx)
+    if name in known:
+        path, text = known[name]
+        text = text.splitlines()
+        lines.append(f"{path}({number}): {error}")
         lines += [f"  {i:5d} | {text[i - 1]}" for i in range(max(number - 1, 1), min(number + 1, len(text)) + 1)]
-    elif match and match.group(1) in (_UNIT_NAME, "__nv_name_map"):
-        lines.append(f"the name of the kernel: {match.group(3)}")
-    elif match:
-        lines.append(match.group(0))
+    elif name == _UNIT_NAME and number < _UNIT.count("\n"):
+        lines.append(f"{next(iter(files.values())).path}, at its end: {error}")
+    elif name in (_UNIT_NAME, "__nv_name_map"):
+        lines.append(f"the name of the kernel: {error}")
+    elif name:
+        lines.append(f"{name}({number}): {error}")
     else:
-        lines += [line for line in log.splitlines() if line.strip() and not line.startswith("ptxas info")][:3]
+        logged = [line for line in log.splitlines() if line.strip()]
+        lines += ([line for line in logged if re.search(r"\b(error|fatal)\b", line)] or logged)[:3]
     return CompileError("\n".join(lines), log=log, instance=instance)
+
+
+def _first_error(log: str, ptx: Callable[[], str]) -> tuple[str, int, str]:
+    """Return the file ("" where none is named), the line and the text of the error to begin with.
+
+    A brace that is not closed shows in the translation unit first; what ptxas refuses has a line of the PTX alone.
+    """
+    found = re.search(r"^(.+?)\((\d+)\): ((?:catastrophic )?[Ee]rror\b.*)", log, re.MULTILINE)
+    if found is None or found[1] == _UNIT_NAME:
+        opened = re.search(r'^(.+?)\((\d+)\): note.* to match this "\{"', log, re.MULTILINE)
+        if opened:
+            return opened[1], int(opened[2]), 'error: expected a "}" to match this "{"'
+    if found:
+        return found[1], int(found[2]), found[3]
+    found = re.search(r"^ptxas application ptx input, line (\d+); (?:error|fatal)\s*: (.*)", log, re.MULTILINE)
+    if found is None:
+        return "", 0, ""
+    text = ptx()
+    above = text.splitlines()[: int(found[1])]
+    places = re.findall(r"^\s*\.loc\s+(\d+) (\d+)", "\n".join(above), re.MULTILINE)
+    names = dict(re.findall(r'^\s*\.file\s+(\d+) "(.*)"', text, re.MULTILINE))
+    file, line = places[-1] if places else ("", 0)
+    return names.get(file, ""), int(line), f"ptxas error: {found[2]}: {above[-1].strip()}"

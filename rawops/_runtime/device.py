@@ -250,6 +250,8 @@ class emulate:
     def __init__(self, arch: str | None = None, *, check: bool = True, completion: str = "late", seed: int = 0) -> None:
         if completion not in ("late", "early", "random"):
             fail(ValueError, "emulate", "completion", "be 'late', 'early' or 'random'", repr(completion))
+        check = checks.flag("emulate", "check", check)
+        seed = checks.int_range("emulate", "seed", seed, 0, 2**63 - 1)
         arch = arch or config.current().emulate_arch
         self.device = EmulatedDevice(arch, check=check, completion=completion, seed=seed)
         self._tokens: list = []

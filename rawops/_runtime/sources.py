@@ -122,7 +122,7 @@ def encode(text: str) -> bytes:
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="surrogateescape")
+    return path.read_text(encoding="utf-8-sig", errors="surrogateescape")
 
 
 def _working_folder() -> list[Path]:
@@ -158,13 +158,13 @@ def library_source(name: str) -> Source:
 
 
 def user_source(path_or_text) -> Source:
-    """Return a user's source: a path to a file, or CUDA text (anything with a newline or a brace in it)."""
+    """Return a user's source: the path of a file, or CUDA text, which has a newline, a brace or ``__global__``."""
     if not isinstance(path_or_text, (str, os.PathLike)):
         raise TypeError(f"Kernel: source must be a path or CUDA text, got {path_or_text!r}")
-    text = str(path_or_text)
-    if not isinstance(path_or_text, Path) and ("\n" in text or "{" in text):
+    text = os.fsdecode(path_or_text)
+    path = os.path.expanduser(text)
+    if os.path.isfile(path):
+        return Source(os.path.abspath(path))
+    if isinstance(path_or_text, str) and re.search(r"[\n{]|__global__", text):
         return Source("source.cu", text)
-    path = Path(os.path.abspath(Path(text).expanduser()))
-    if not path.is_file():
-        raise FileNotFoundError(f"Kernel: source must be an existing file or CUDA text, got {text!r}")
-    return Source(str(path))
+    raise FileNotFoundError(f"Kernel: source must be an existing file or CUDA text, got {text!r}")
