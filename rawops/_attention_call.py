@@ -188,6 +188,7 @@ class Attention:
         launch = self._launches.get(frozen)
         if launch is None:
             self._check_given(dict(zip(ROLES, operands, strict=True)))
+            checks.all_on_elements(self.function, ROLES, operands, addresses)
             device = arrays.device_of(self.function, q=operands[0])
             launch = self.prepare(device, operands, addresses)
             if len(self._launches) >= _MAX_LAUNCHES:
@@ -241,7 +242,6 @@ class Attention:
     def prepare(self, device, operands: tuple, addresses: list) -> Launch:
         """Check the arguments, choose the kernel and pack what does not change."""
         named = dict(zip(ROLES, operands, strict=True))
-        checks.all_on_elements(self.function, ROLES, operands, addresses)
         sizes = sizes_of(self.function, named, self.varlen, _FORWARD)
         check_scores(self.function, named, sizes)
         check_scales(self.function, named, sizes)

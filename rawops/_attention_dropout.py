@@ -43,8 +43,7 @@ class Dropout:
             its_device = arrays.device_of(function, **{name: x})
             if its_device is not device:
                 checks.fail(ValueError, function, name, f"be on the device of q ({device})", str(its_device))
-            found[f"{name}_at"] = address = device.pointer(x)
-            checks.on_elements(function, name, x, address)
+            found[f"{name}_at"] = device.pointer(x)
         return found
 
 

@@ -77,10 +77,8 @@ def merge_states(function: str, out_a, lse_a, out_b, lse_b) -> tuple:
     for name, x in named.items():
         if x is None:
             checks.fail(TypeError, function, name, "be an array", "None")
-    taken, give = arrays.take(function, **named)
-    out_a, lse_a, out_b, lse_b = taken
+    (out_a, lse_a, out_b, lse_b), give = arrays.take(function, **named)
     device = arrays.device_of(function, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    checks.all_on_elements(function, named, taken, map(device.pointer, taken))
     dtype = checks.dtype(function, "out_a", out_a, DTYPES)
     if out_a.ndim not in (3, 4):
         rule = "have 4 dimensions (batch, seqlen, heads, head_dim) or 3 (total, heads, head_dim)"

@@ -70,9 +70,7 @@ def _address(function: str, name: str, value, a) -> tuple[int, float, int]:
         return 0, value, 0
     (a,), _ = arrays.take(function, a=a)
     device = arrays.device_of(function, a=a, **{name: value})
-    address = device.pointer(value)
-    checks.on_elements(function, name, value, address)
-    return address, 1.0, SCALAR_TYPES.index(dtypes.name(value.dtype))
+    return device.pointer(value), 1.0, SCALAR_TYPES.index(dtypes.name(value.dtype))
 
 
 def scalar(function: str, name: str, value):
@@ -182,10 +180,9 @@ class Product:
 
     def _call_converted(self, operands: tuple, alpha: tuple, beta: tuple):
         """Run on arrays that need conversion or another device, or in the emulator, which is too slow for a cache."""
-        names = [self.names.get(role, role) for role in self.roles]
-        named = dict(zip(names, operands, strict=True))
+        names = self._names()
         self._check_given(operands)
-        converted, give = arrays.take(self.function, **named)
+        converted, give = arrays.take(self.function, **dict(zip(names, operands, strict=True)))
         device = arrays.device_of(self.function, **dict(zip(names, converted, strict=True)))
         operands = tuple(converted)
         with device.current():
@@ -200,6 +197,7 @@ class Product:
         launch = self._launches.get(frozen)
         if launch is None:
             self._check_given(operands)
+            checks.all_on_elements(self.function, self._names(), operands, addresses)
             device = arrays.device_of(self.function, a=operands[0])
             launch = self.prepare(device, operands, addresses)
             if len(self._launches) >= _MAX_LAUNCHES:
@@ -208,9 +206,13 @@ class Product:
         self._last = key, launch
         return launch
 
+    def _names(self) -> list[str]:
+        """Return what the user calls the operands."""
+        return [self.names.get(role, role) for role in self.roles]
+
     def _check_given(self, operands: tuple) -> None:
-        named = zip(self.roles, operands, strict=True)
-        check_given(self.function, **{self.names.get(role, role): x for role, x in named if role not in self.optional})
+        named = zip(self.roles, self._names(), operands, strict=True)
+        check_given(self.function, **{name: x for role, name, x in named if role not in self.optional})
 
     def _run(self, launch: Launch, operands: tuple, addresses: list, alpha: tuple, beta: tuple):
         out = operands[_OUT]

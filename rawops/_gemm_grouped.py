@@ -151,8 +151,6 @@ class GroupedProduct(Product):
     @staticmethod
     def _describe(request: Request, sizes: Sizes, out_dtype: str) -> dict:
         """Describe all operands but the offsets; b and the bias have the groups for a batch axis."""
-        *_, offsets = request.arrays.values()
-        checks.on_elements(request.function, "group_offsets", offsets, request.addresses[-1])
         arrays = {role: request.arrays[role] for role in ROLES}
         described = describe(replace(request, arrays=arrays, addresses=request.addresses[:-1]), sizes, out_dtype)
         for x in described.values():

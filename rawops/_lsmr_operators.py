@@ -317,12 +317,10 @@ def _dense(function: str, A):
         hint = "Pass a SparseMatrix, a GPU array, or an object with shape, dtype, matvec and rmatvec."
         fail(TypeError, function, "A", "be a matrix or an operator", type(A).__name__, hint)
     (A,), _ = arrays.take(function, A=A)
-    device = arrays.device_of(function, A=A)
-    checks.on_elements(function, "A", A, device.pointer(A))
     if A.dtype.name not in DTYPES:
         is_16_bit = A.dtype.name in ("float16", "bfloat16")
         if not is_16_bit and A.dtype.kind not in "biuf":
             checks.dtype(function, "A", A, DTYPES)
-        with device.current():
+        with arrays.device_of(function, A=A).current():
             A = A.astype("float32" if is_16_bit else "float64")
     return A

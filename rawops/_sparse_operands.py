@@ -21,7 +21,6 @@ def operands(function: str, device, x, out, shape: tuple) -> tuple:
     if x is None:
         checks.fail(TypeError, function, "x", "be an array", "None")
     on_device(function, device, arrays.device_of(function, x=x, out=out), "x")
-    checks.all_on_elements(function, ("x", "out"), (x, out), map(device.pointer, (x, out)))
     if x.ndim != len(shape) or x.shape[0] != shape[0]:
         wanted = f"({shape[0]},)" if len(shape) == 1 else f"({shape[0]}, any)"
         checks.fail(ValueError, function, "x", f"have shape {wanted}", f"shape {tuple(x.shape)}")
@@ -34,10 +33,7 @@ def taken(function: str, **named) -> tuple:
         if x is None:
             checks.fail(TypeError, function, name, "be an array", "None")
     found, _ = arrays.take(function, **named)
-    named = dict(zip(named, found, strict=True))
-    device = arrays.device_of(function, **named)
-    checks.all_on_elements(function, named, found, map(device.pointer, found))
-    return device, found
+    return arrays.device_of(function, **dict(zip(named, found, strict=True))), found
 
 
 def on_device(function: str, device, found, name: str) -> None:
@@ -61,7 +57,6 @@ def _scalar(function: str, device, name: str, value, dtype, out, kept: list) -> 
         checks.shape(function, name, array, ())
         checks.dtype(function, name, array, ("float64",))
         on_device(function, device, arrays.device_of(function, **{name: array}), name)
-        checks.on_elements(function, name, array, device.pointer(array))
         if out is not None and overlap(array, out):
             array = array.copy()
             kept.append(array)

@@ -280,7 +280,6 @@ class LSMR(NotCopied, instead="Make a new one of A."):
         given = dict(zip(names, (b, x0), strict=True))
         (b, x0), give = arrays.take(function, **given)
         device = arrays.device_of(function, **dict(zip(names, (b, x0), strict=True)))
-        checks.all_on_elements(function, names, (b, x0), map(device.pointer, (b, x0)))
         if self._product.device not in (None, device):
             fail(ValueError, function, names[0], f"be on the device of A ({self._product.device})", str(device))
         shape = _vector if names[0] == "b" else functools.partial(_columns, columns=b.shape[1:])

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scipy.sparse
+from conftest import Device
 
 import rawops
 from rawops._runtime import arrays, checks, held
@@ -209,18 +210,61 @@ def test_ops_take_no_swapped_bytes():
             rawops.gemm(a, a, out=swapped)
 
 
+class Fast(np.ndarray):
+    """As CuPy's arrays, which the fast path of the ops takes: data has an address."""
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+
+
 def test_the_fast_path_of_the_ops_leaves_swapped_bytes_to_take(monkeypatch):
-    class Array(np.ndarray):
-        """As CuPy's: data has an address."""
-
-        @property
-        def data(self):
-            return types.SimpleNamespace(ptr=self.ctypes.data, device_id=0)
-
-    monkeypatch.setattr(arrays, "_native", Array)
-    x = np.ones(2, np.float32).view(Array)
+    monkeypatch.setattr(arrays, "_native", Fast)
+    x = np.ones(2, np.float32).view(Fast)
     assert arrays.signature((x, None, x)) is not None
     assert arrays.signature((x, None, x.astype(SWAPPED))) is None
+
+
+def test_the_fast_path_of_the_ops_refuses_arrays_between_elements(monkeypatch):
+    """When it plans a call; the key of a plan has the strides, and of the address what counts."""
+    x, positions = np.ones((8, 8), np.float16).view(Fast), np.zeros(8, np.int32).view(Fast)
+    between = Device.between(x)
+    with rawops.emulate():
+        adapters = rawops.MultiLoRA(x.view(np.ndarray), 1, 4)
+        adapters.c = x
+        monkeypatch.setattr(arrays, "_native", Fast)
+        for name, call in (
+            ("b", lambda: rawops.gemm(x, between)),
+            ("scale_b", lambda: rawops.gemm(x.view("i1"), x.view("i1").T, scale_b=Device.between(x.astype("f4")))),
+            ("group_offsets", lambda: rawops.grouped_gemm(x, x[None], Device.between(positions[:2]))),
+            ("b", lambda: rawops.lora_linear(x, x, x, between)),
+            ("lora_indices", lambda: adapters(x, Device.between(positions))),
+            ("v", lambda: rawops.flash_attention(x[None, None], x[None, None], between[None, None])),
+            ("out", lambda: rawops.softmax(x, out=between)),
+        ):
+            with pytest.raises(ValueError, match=f": {name} must lie on whole elements, got address"):
+                call()
+
+
+def test_objects_are_made_of_no_arrays_between_elements():
+    """What copies them would fault as a kernel does; a kernel of one's own takes what it likes."""
+    x = np.ones((8, 8), np.float16)
+    between = Device.between(x)
+    with rawops.emulate():
+        adapters = rawops.MultiLoRA(x, 1, 8)
+        for name, call in (
+            ("c", lambda: rawops.MultiLoRA(between, 1, 8)),
+            ("c", lambda: rawops.FusedLoRA(between, x, x)),
+            ("a", lambda: adapters.load(0, between, x)),
+            ("weight", lambda: rawops.FusedLoRA.from_peft(between, x, x, 1.0)),
+            ("bias", lambda: rawops.Gemm(8, 8, 8, "float16", bias=between[0])),
+        ):
+            with pytest.raises(ValueError, match=f": {name} must lie on whole elements, got address"):
+                call()
+        text = 'extern "C" __global__ void first(const char* x, char* y) { *y = *x; }\n'
+        out = np.zeros(1, np.int8)
+        rawops.Kernel(text, "first")(1, 1, (between, out))
+        assert out[0] == between.reshape(-1).view(np.int8)[0]
 
 
 def test_masked_arrays_raise():

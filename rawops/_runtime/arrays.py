@@ -10,7 +10,7 @@ import numpy as np
 
 from rawops._runtime import device as devices
 from rawops._runtime import dtypes
-from rawops._runtime.checks import fail
+from rawops._runtime.checks import fail, on_elements
 
 # torch's types that DLPack or CuPy's side of it lacks travel under the name of another type of their size
 _CARRIERS = {"torch.bfloat16": "int16", "torch.float8_e4m3fn": "uint8", "torch.float8_e5m2": "uint8"}
@@ -35,7 +35,7 @@ def signature(operands: tuple) -> tuple[list, list] | None:
         The addresses of the first elements, 0 for None; that of an empty array may be anything.
 
     Or None, where an array is not CuPy's, is not on the current device or has foreign bytes: what `take`, `device_of`
-    and ``device.current()`` are for.
+    and ``device.current()`` are for. Of arrays between elements, `checks.all_on_elements` is left to whoever plans.
     """
     native, key, addresses, ordinal = _native, [], [], None
     for x in operands:
@@ -61,6 +61,8 @@ def signature(operands: tuple) -> tuple[list, list] | None:
 
 def take(function: str, written: Container[str] = ("out",), **named) -> tuple[list, Callable]:
     """Turn the arguments of an op into CuPy arrays (or NumPy arrays under emulation) without copying.
+
+    What neither a kernel nor CuPy can read raises: other types of elements, and arrays between elements.
 
     Parameters
     ----------
@@ -88,11 +90,10 @@ def take(function: str, written: Container[str] = ("out",), **named) -> tuple[li
         if x is not None:
             if first is None:
                 first = x
-            if type(x) is not native:
-                if name in written:
-                    _check_writeable(function, name, x)
-                x = _convert(function, name, x)
-            check_bytes(function, name, x)
+            if name in written and type(x) is not native:
+                _check_writeable(function, name, x)
+            x = convert(function, name, x)
+            on_elements(function, name, x, devices.emulated().pointer(x) if isinstance(x, np.ndarray) else x.data.ptr)
         values.append(x)
     out = named.get("out")
     if all(x is None or type(x) is native or isinstance(x, np.ndarray) for x in (first, out)):
@@ -109,6 +110,14 @@ def _check_writeable(function: str, name: str, x) -> None:
     if is_read_only:
         library = type(x).__module__.partition(".")[0]
         fail(ValueError, function, name, "be writeable", f"a read-only array of {library}")
+
+
+def convert(function: str, name: str, x):
+    """Return one array as `take` does, wherever its elements lie."""
+    if type(x) is not _native:
+        x = _convert(function, name, x)
+    check_bytes(function, name, x)
+    return x
 
 
 def check_bytes(function: str, name: str, x) -> None:

@@ -63,7 +63,8 @@ class Op:
         plan = self._plans.get(key)
         if plan is None:
             self._check_given(function, operands)
-            plan = self._checked(function, operands, addresses, options)
+            checks.all_on_elements(function, self.names, operands, addresses)
+            plan = self.prepare(function, operands, addresses, options)
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
@@ -77,14 +78,9 @@ class Op:
         if device.get_current() != device.ordinal:  # where tests have an emulator that may not be the current one
             return None
         addresses = [device.pointer(x) for x in operands]
-        plan = self._checked(function, operands, addresses, options)
+        plan = self.prepare(function, operands, addresses, options)
         check_apart(function, self.names, plan.apart, addresses)
         return plan, addresses
-
-    def _checked(self, function: str, operands: tuple, addresses: list, options: tuple):
-        """Return the plan of arrays that lie on whole elements."""
-        checks.all_on_elements(function, self.names, operands, addresses)
-        return self.prepare(function, operands, addresses, options)
 
     def _check_given(self, function: str, operands: tuple) -> None:
         for name, x in zip(self.names[: self.required], operands, strict=False):

@@ -121,8 +121,7 @@ class Kernel(ByArguments):
         named = {f"args[{i}]": arg for i, arg in enumerate(placed) if _is_array(arg)}
         if not named:
             return arrays.current_device(name), placed
-        taken, _ = arrays.take(name, **named)
-        named = dict(zip(named, taken, strict=True))
+        named = {key: arrays.convert(name, key, arg) for key, arg in named.items()}
         placed = [named.get(f"args[{i}]", arg) for i, arg in enumerate(placed)]
         return arrays.device_of(name, **named), placed
 
