@@ -12,7 +12,8 @@ struct AttentionScales {
     __device__ void set(AttentionTask& work, const AttentionParams& params) const {
         const float of_q = q ? q[work.batch * q_batch + work.head * q_head] : 1.0f;
         const float of_k = k ? k[work.batch * k_batch + work.kv_head * k_head] : 1.0f;
-        work.scale = of_q * of_k * params.shape.scale;
+        const float scale = of_q * of_k * params.shape.scale;
+        work.scale = scale == 0 ? 1e-37f : scale;  // the minus infinity of a hidden key has a product with it
         work.scale_v = v ? v[work.batch * v_batch + work.kv_head * v_head] : 1.0f;
     }
 };

@@ -79,7 +79,8 @@ def flash_attention(
     alibi_slopes : array (num_heads,) or (batch, num_heads), optional
         float32. The distance is from key j to ``i + seqlen_k - seqlen_q``.
     bias : array broadcastable to (batch, num_heads, seqlen_q, seqlen_k), optional
-        Of q's dtype or float32. -inf takes a key's weight, but not a NaN or an infinity that its k or v has.
+        Of q's dtype or float32. -inf takes a key's weight, but not a NaN or an infinity that its k or v has. What is
+        past the range of float32 when multiplied by log2(e), as its lowest number is, counts as -inf.
     num_splits : int, optional
         Ranges of keys that blocks of their own work on, merged by a second kernel, 1 to 256, and no more than there
         are blocks of keys. If left out, as many as it takes to keep the GPU busy.
@@ -88,7 +89,8 @@ def flash_attention(
     out : array (batch, seqlen_q, num_heads, head_dim_v), optional
         Where the result goes; of q's dtype. Where it overlaps an input, the result is computed aside and copied.
     scale_q, scale_k, scale_v : array () or (heads,) or (batch, heads), optional
-        float32, what float8 operands are multiplied by, one for each of their heads; 1 if left out.
+        float32, what float8 operands are multiplied by, one for each of their heads; 1 if left out. Those of q and k
+        may be 0, and must not be negative.
     dropout_p : float
         From 0 to under 1, in steps of 2^-16: the share of weights that become 0; the others are divided by the share
         that stays. `lse` is of all weights.
