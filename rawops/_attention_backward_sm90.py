@@ -69,8 +69,8 @@ def supports(device, problem: Problem, views: Mapping[str, View], deterministic:
         and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
         and _head_dim(problem) is not None
         and all(movable(view) for view in views.values())
-        and min(problem.batches, problem.heads, problem.seqlen_q, problem.seqlen_k) > 0
-        and min(problem.head_dim, problem.head_dim_v) > 0
+        and min(problem.batches, problem.seqlen_q, problem.seqlen_k) > 0
+        and all(0 not in view.shape for view in views.values())  # no tensor map has a size of 0
     )
 
 

@@ -91,7 +91,7 @@ class SplitKeys:
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything about a call that does not change while its key stays the same; `run` is None with nothing to do."""
+    """Everything about a call that does not change while its key stays the same; `run` is None without rows or keys."""
 
     device: object
     out_shape: tuple[int, ...]
@@ -215,6 +215,10 @@ class Attention:
             addresses[_LSE] = launch.device.pointer(lse)
         if launch.run is not None:
             launch.run(addresses, packed(self.function, dropout, launch.device))
+        elif out.size:
+            out[...] = 0
+            if lse is not None:
+                lse[...] = -np.inf
         return (out, lse) if self.options.return_lse else out
 
     def workspace(self, device, shapes: tuple) -> tuple:
@@ -264,7 +268,8 @@ class Attention:
             return launch
         if self._is_aside(named, addresses, sizes):
             return replace(launch, aside=True)
-        return replace(launch, run=self._steps(device, named, addresses, sizes).run)
+        steps = self._steps(device, named, addresses, sizes)
+        return replace(launch, run=steps and steps.run)
 
     def _is_aside(self, named: dict, addresses: list, sizes: Sizes) -> bool:
         """Tell whether out is one that the float8 kernel cannot write to, but a dense result it can."""
@@ -273,6 +278,7 @@ class Attention:
         return not _attention_sm90.movable(self._views(named, addresses, sizes)["out"])
 
     def _steps(self, device, named: dict, addresses: list, sizes: Sizes):
+        """Return the launches; None for float8 without keys, which no tensor map describes."""
         options = self.options
         read = zip("qkv", addresses, strict=False)
         is_8bit = named["q"].dtype.name == FLOAT8
@@ -284,7 +290,7 @@ class Attention:
         if hopper is not None:
             splits, launch = hopper.plan.config.splits, hopper
         elif is_8bit:
-            self._refuse_8bit(device, named, sizes, problem)
+            return self._refuse_8bit(device, named, sizes, problem)
         else:
             chosen = config.select_config(problem, device.sm_count, device.max_shared_bytes, options.num_splits)
             splits, launch = chosen.splits, self._one_kernel(device, named, sizes, problem, chosen, addresses[_OUT])
@@ -332,7 +338,7 @@ class Attention:
         return OnHopper(plan, shape, scales, functools.partial(self.counter, device))
 
     def _refuse_8bit(self, device, named: dict, sizes: Sizes, problem: Problem) -> None:
-        """Raise for what the float8 kernel cannot do."""
+        """Raise for what the float8 kernel cannot do, but for doing without keys."""
         if not _attention_sm90.SM90_8BIT.exists_on(device.capability):
             message = f"{self.function}: float8 needs a GPU of compute capability 9.0, got {device.capability / 10}"
             raise UnsupportedError(f"{message}. {AS_BFLOAT16}")
@@ -341,6 +347,8 @@ class Attention:
             options = self.options
             found = f"softmax_scale {options.scale(sizes.head_dim)}, softcap {options.softcap}, "
             checks.fail(ValueError, self.function, "q", rule, f"{found}dropout_p {options.dropout_p}", AS_BFLOAT16)
+        if sizes.total_keys == 0:
+            return
         rule = "have a head_dim and rows that are multiples of 16 bytes, as k and v, if it is float8"
         found = {name: (named[name].shape, named[name].strides) for name in "qkv"}
         checks.fail(ValueError, self.function, "q", rule, found)

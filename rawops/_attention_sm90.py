@@ -234,7 +234,7 @@ def supports(device, problem: Problem, views: Mapping[str, View]) -> bool:
     quantum = 16 // views["q"].itemsize
     if problem.head_dim % quantum or problem.head_dim_v % quantum or not all(movable(x) for x in views.values()):
         return False
-    if not (problem.head_dim and problem.head_dim_v and problem.seqlen_k > 0):  # no tensor map has a size of 0
+    if not (problem.head_dim and problem.head_dim_v and views["k"].shape[1]):  # no tensor map has a size of 0
         return False
     return problem.seqlen_q > _ROWS or not is_wide
 
@@ -296,12 +296,16 @@ def plan(device, problem: Problem, views: Mapping[str, View], out_dtype: str, nu
     uneven = (problem.is_masked or problem.varlen) and tiles > 2 * blocks
     # If every SM gets a block, they may come to SMs that are done with the launch before.
     early = blocks == device.sm_count
-    return Plan(config, -(-problem.seqlen_q // config.block_m), kernel, (blocks, 1, 1), maps, uneven, early)
+    return Plan(config, _row_tiles(problem, config), kernel, (blocks, 1, 1), maps, uneven, early)
+
+
+def _row_tiles(problem: Problem, config: Config) -> int:
+    return max(1, -(-problem.seqlen_q // config.block_m))
 
 
 def _tiles(problem: Problem, config: Config) -> int:
     sequences = problem.batches + problem.varlen  # the last one stands for the rows past all sequences
-    return sequences * problem.heads * -(-problem.seqlen_q // config.block_m)
+    return sequences * problem.heads * _row_tiles(problem, config)
 
 
 def movable(x: View) -> bool:

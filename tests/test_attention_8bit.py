@@ -148,6 +148,12 @@ def test_scales(hopper, force, rng, shapes):
     check(hopper, inputs, scales, dtype=np.dtype("float16"), causal=True)
 
 
+def test_a_scale_of_zero(hopper, force, rng):
+    """That of a head of zeros, say: the keys that its queries see count alike, hidden ones not at all."""
+    force(64)
+    check(hopper, operands(rng, Sq=66, Sk=150, Hq=2), (np.float32([0, 1]), None, None), window=(40, 0))
+
+
 @pytest.mark.parametrize("mask", ["none", "causal, more keys"])
 def test_ranges_of_keys(hopper, force, rng, mask):
     Sq, Sk, options = MASKS[mask]
@@ -169,7 +175,8 @@ def test_nan_at_hidden_keys(hopper, force, rng, cols):
     np.testing.assert_array_equal(got, clean)
 
 
-def test_sequences(hopper, force, rng):
+@pytest.mark.parametrize("longest", [(70, 100), (0, 0)], ids=str)
+def test_sequences(hopper, force, rng, longest):
     """Packed one after another in NaN, one of them empty; rows past the last one are zeros."""
     force(64, blocks=3)
     lengths_q, lengths_k = [3, 1, 0, 70], [9, 0, 4, 100]
@@ -177,12 +184,22 @@ def test_sequences(hopper, force, rng):
     q, k, v = (np.full((bounds[i][-1] + 7, heads, 64), np.nan, FLOAT8) for i, heads in ((0, 2), (1, 1), (1, 1)))
     for x in (q, k, v):
         x[:-7] = rng.standard_normal(x[:-7].shape)
-    out = hopper.get(flash_attention_varlen(*map(hopper.put, (q, k, v, *bounds)), 70, 100, causal=True))
+    out = hopper.get(flash_attention_varlen(*map(hopper.put, (q, k, v, *bounds)), *longest, causal=True))
     for b in range(4):
         rows, keys = slice(*bounds[0][b : b + 2]), slice(*bounds[1][b : b + 2])
         want, _ = references.attention(*widened((q[None, rows], k[None, keys], v[None, keys])), causal=True)
         assert_close(out[rows], want[0], BFLOAT16, k=WEIGHTS, magnitude=4.0)
     assert (out[bounds[0][-1] :] == 0).all()
+
+
+def test_no_keys(hopper, rng):
+    q, k, v = (hopper.put(x) for x in operands(rng, Sq=70, Sk=9))
+    bounds = [hopper.put(np.array([0, n], np.int32)) for n in (70, 0)]
+    for out, lse in (
+        flash_attention(q, k[:, :0], v[:, :0], return_lse=True),
+        flash_attention_varlen(q[0], k[0, :0], v[0, :0], *bounds, 70, 9, return_lse=True),
+    ):
+        assert (hopper.get(out) == 0).all() and (hopper.get(lse) == -np.inf).all()
 
 
 def test_checks_of_values(hopper, rng, monkeypatch):

@@ -117,6 +117,18 @@ def test_varlen(hopper, rng, D):
         assert (hopper.get(x)[used:] == 0).all()
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(5, 0), (0, 5), (0, 0)])
+def test_packed_sequences_that_are_empty(hopper, rng, queries, keys):
+    """On one side or both, where the caller states the longest that others have."""
+    dout, q, k, v = (hopper.put(x[0]) for x in operands(rng, Sq=5, Sk=5))
+    bounds = [hopper.put(np.array([0, n], np.int32)) for n in (queries, keys)]
+    layout = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), (*bounds, 5, 5), strict=True))
+    lse = hopper.put(np.full((1, queries), -np.inf, np.float32))
+    arrays = (dout[:queries], q[:queries], k[:keys], v[:keys], dout[:queries], lse)
+    for x in flash_attention_backward(*arrays, **layout):
+        assert (hopper.get(x) == 0).all()
+
+
 @pytest.mark.parametrize("kernels", ["hopper", "device"])
 @pytest.mark.parametrize("longest", [6, 300])
 @pytest.mark.parametrize("bounds", [[0, 3, 2**31 - 1], [-5, 4, 2]], ids=str)

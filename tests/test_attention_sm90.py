@@ -217,7 +217,7 @@ def test_sequences_of_differing_lengths(hopper, force, rng, lengths, stated, con
     q, k, v = (np.full((bounds[i][-1] + 7, heads, 64), np.nan, FLOAT16) for i, heads in ((0, 2), (1, 1), (1, 1)))
     for x in (q, k, v):
         x[:-7] = rng.standard_normal(x[:-7].shape)
-    most = [max(n) if stated else 65 for n in (lengths_q, lengths_k)]
+    most = [max(lengths_q), max(lengths_k)] if stated else [65, 0]
     arrays = map(hopper.put, (q, k, v, *bounds))
     out, lse = map(hopper.get, flash_attention_varlen(*arrays, *most, causal=True, return_lse=True))
     assert ran_on_hopper(hopper, "attention_sm90")
@@ -227,6 +227,13 @@ def test_sequences_of_differing_lengths(hopper, force, rng, lengths, stated, con
         assert_close(out[rows], want[0], FLOAT16, k=2**13, magnitude=4.0)
         assert_close(lse[:, rows], want_lse[0], np.float32, k=64, magnitude=10.0)
     assert (out[bounds[0][-1] :] == 0).all() and (lse[:, bounds[0][-1] :] == -np.inf).all()
+
+
+def test_packed_sequences_without_keys(hopper, rng):
+    q, k = (hopper.put(rng.standard_normal((n, 1, 64)).astype(FLOAT16)) for n in (70, 4))
+    bounds = [hopper.put(np.array([0, n], np.int32)) for n in (70, 0)]
+    out, lse = map(hopper.get, flash_attention_varlen(q, k[:0], k[:0], *bounds, 70, 4, return_lse=True))
+    assert (out == 0).all() and (lse == -np.inf).all()
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
