@@ -1,68 +1,16 @@
-"""The cache: copy-on-write, out of pages, prefixes, steps, saving, cascades, and what is read."""
+"""The cache: copy-on-write, out of pages, prefixes, steps, saving, and what is refused."""
 
 import gc
 
 import numpy as np
 import pytest
 from conftest import Device
-from paged_pool import attend, forget_plans
+from paged_loop import DIM, HEADS, Loop
+from paged_pool import attend
 
 import rawops
-from rawops import config
-from rawops.config import Config
 from rawops.errors import OutOfPagesError
 from rawops.testing.tolerances import assert_close
-
-HEADS, DIM = 2, 64
-
-
-class Loop:
-    """A cache beside plain arrays of what each sequence should hold."""
-
-    def __init__(self, device, rng, num_pages=12, page_size=4, **options) -> None:
-        self.device, self.rng = device, rng
-        self.cache = rawops.PagedKVCache(num_pages, page_size, HEADS, DIM, **options)
-        self.cache.pages[...] = np.nan
-        self.kv: dict[int, list[np.ndarray]] = {}
-
-    def new(self, count: int) -> list[np.ndarray]:
-        return [self.rng.standard_normal((count, HEADS, DIM)).astype(np.float16) for _ in "kv"]
-
-    def add(self, count: int = 0) -> int:
-        s = self.cache.add_sequence()
-        self.kv[s] = self.new(0)
-        if count:
-            self.append([s], [count])
-        return s
-
-    def fork(self, s: int) -> int:
-        t = self.cache.fork(s)
-        self.kv[t] = [x.copy() for x in self.kv[s]]
-        return t
-
-    def free(self, s: int) -> None:
-        self.cache.free(s)
-        del self.kv[s]
-
-    def append(self, sequences, counts=None) -> None:
-        given = counts or [1] * len(sequences)
-        parts = [self.new(n) for n in given]
-        k, v = (self.device.put(np.concatenate(x)) for x in zip(*parts, strict=True))
-        self.cache.append(k, v, sequences, counts)
-        self.note(sequences, parts)
-
-    def note(self, sequences, parts) -> None:
-        for s, new in zip(sequences, parts, strict=True):
-            self.kv[s] = [np.concatenate(pair) for pair in zip(self.kv[s], new, strict=True)]
-
-    def check(self, sequences=None) -> None:
-        """Decode, and compare with float64 attention on the plain arrays."""
-        sequences = list(self.kv) if sequences is None else sequences
-        q = self.rng.standard_normal((len(sequences), 2 * HEADS, DIM)).astype(np.float16)
-        out = self.device.get(self.cache.decode(self.device.put(q), sequences))
-        for i, s in enumerate(sequences):
-            assert self.cache.length(s) == len(self.kv[s][0])
-            assert_close(out[i : i + 1], attend(q[i : i + 1], *self.kv[s])[0], np.float16, k=2**17, magnitude=1.0)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -259,87 +207,6 @@ def test_prefix_sharing_reads_the_shared_pages(device, rng):
     k, v = map(device.put, loop.new(4))
     loop.cache.append(k, v, [b], [4], tokens=[[1, 2, 3, 4]])
     assert loop.cache.length(loop.cache.add_sequence([*text[:8], 99, 1, 2, 3, 4])) == 12
-
-
-@pytest.mark.parametrize("kernel", ["lines of tiles", "flash attention's tiles"])
-def test_cascade_equals_plain(device, rng, monkeypatch, kernel):
-    """A common prefix read once, by choice and by arithmetic; what follows differs, is shared in part, or is empty."""
-    forget_plans(monkeypatch)
-    if kernel == "flash attention's tiles":  # which leave partial results
-        monkeypatch.setattr("rawops._paged_kv_prefill._MIN_ROWS", 0)
-        monkeypatch.setattr("rawops._paged_kv_prefill._MIN_SMS", 0)
-        monkeypatch.setattr("rawops._paged_kv_cache.merge_states", lambda *_: pytest.fail("merged apart"))
-    loop = Loop(device, rng, num_pages=30)
-    a = loop.add(10)
-    b, c = loop.fork(a), loop.fork(a)
-    d = loop.fork(c)
-    loop.append([a, b, c], [3, 1, 6])
-    q = device.put(rng.standard_normal((4, 2 * HEADS, DIM)).astype(np.float16))
-    for sequences, shared in (([c, d, a, b], 2), ([a, a_too := loop.fork(a), b, d], 2)):
-        out, lse = (device.get(x) for x in loop.cache.decode(q, sequences, cascade=True, return_lse=True))
-        plain, plain_lse = (device.get(x) for x in loop.cache.decode(q, sequences, cascade=False, return_lse=True))
-        assert_close(out, plain.astype(np.float64), np.float16, k=2**16, magnitude=1.0)
-        np.testing.assert_allclose(lse, plain_lse, rtol=1e-5, atol=1e-5)
-        assert loop.cache._batches[tuple(sequences)].shared_pages(loop.cache._allocator) == shared
-        given = device.guarded(q.shape, np.float16)
-        assert loop.cache.decode(q, sequences, cascade=True, softcap=5.0, out=given) is given
-        plain = device.get(loop.cache.decode(q, sequences, softcap=5.0)).astype(np.float64)
-        assert_close(device.get(given), plain, np.float16, k=2**16, magnitude=1.0)
-    monkeypatch.setattr("rawops._paged_kv_cascade_sm90.APART_BYTES", 0)
-    monkeypatch.setattr("rawops._paged_kv_cache.attend_to_prefix", lambda *_: pytest.fail("a cascade"))
-    loop.cache.decode(q, [a, a_too, b, d], window=(5, None))
-    with pytest.raises(pytest.fail.Exception):
-        loop.cache.decode(q, [a, a_too, b, d])
-    with pytest.raises(ValueError, match="cascade must be False with any of window"):
-        loop.cache.decode(q, [a, a_too, b, d], window=(5, None), cascade=True)
-
-
-def test_cascade_under_rawops_check(device, rng, monkeypatch):
-    """The checks look for the pages that the sequences have of their own, which are fewer than their lengths take."""
-    loop = Loop(device, rng)
-    a = loop.add(9)
-    sequences = [a, loop.fork(a), loop.fork(a)]
-    loop.append(sequences, [0, 2, 7])
-    q = device.put(rng.standard_normal((3, 2 * HEADS, DIM)).astype(np.float16))
-    want = device.get(loop.cache.decode(q, sequences, cascade=True))
-    monkeypatch.setattr(config, "current", lambda: Config(check=True))
-    np.testing.assert_array_equal(device.get(loop.cache.decode(q, sequences, cascade=True)), want)
-    table = loop.cache.block_table(sequences)
-    table[2, 3] = 12
-    with pytest.raises(ValueError, match=r"block_table\[2\] must hold page ids"):
-        loop.cache.decode(q, sequences, cascade=True)
-
-
-def test_decode_with_slopes(device, rng):
-    """They go without the cascade, whatever is shared."""
-    loop = Loop(device, rng)
-    a = loop.add(10)
-    both = [a, loop.fork(a)]
-    q = device.put(rng.standard_normal((2, 2 * HEADS, DIM)).astype(np.float16))
-    slopes = device.put(np.array([0.5, 0.25] * HEADS, np.float32))
-    table, lens = loop.cache.block_table(both), loop.cache.seq_lens(both)
-    plain = rawops.paged_attention(q, loop.cache.pages, table, lens, alibi_slopes=slopes)
-    out = loop.cache.decode(q, both, alibi_slopes=slopes)
-    np.testing.assert_array_equal(device.get(out), device.get(plain))
-
-
-@pytest.mark.parametrize("cascade", [True, None])
-def test_decode_checks_its_arrays(device, rng, cascade):
-    loop = Loop(device, rng)
-    a = loop.add(10)
-    both = [a, loop.fork(a)]
-    q = device.put(np.ones((2, HEADS, DIM), np.float16))
-    rows = device.xp.lib.stride_tricks.as_strided(q[:1].copy(), q.shape, (0, 2 * DIM, 2))
-    for message, kind, queries, out in [
-        ("out must have shape", ValueError, q, device.put(np.zeros((2, HEADS, DIM + 1), np.float16))),
-        ("out must have dtype float16", TypeError, q, device.put(np.zeros(q.shape, np.float32))),
-        ("out must have entries of its own", ValueError, q, rows),
-        ("q must have shape", ValueError, q[0, 0], None),
-        ("q must be", TypeError, None, None),
-        ("q must be", TypeError, None, q.copy()),
-    ]:
-        with pytest.raises(kind, match=f"decode: {message}"):
-            loop.cache.decode(queries, both, cascade=cascade, out=out)
 
 
 def test_longest_length(device, rng):
