@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import numbers
 import operator
 import threading
 from collections import OrderedDict
@@ -101,10 +102,9 @@ class PageAllocator:
         return len(self._free) + len(self._kept)
 
     def __getitem__(self, sequence: int) -> Sequence:
-        try:
-            found = None if isinstance(sequence, bool) else self.sequences.get(sequence)
-        except TypeError:  # what cannot be hashed
-            found = None
+        # 1.0 and True are equal to 1, but no names.
+        is_name = type(sequence) is int or (isinstance(sequence, numbers.Integral) and not isinstance(sequence, bool))
+        found = self.sequences.get(sequence) if is_name else None
         if found is None:
             checks.fail(ValueError, "PagedKVCache", "a sequence", "be one that was added and not freed", repr(sequence))
         return found

@@ -123,7 +123,7 @@ def _check_rotation(function: str, operands: tuple, pool: Pool, interleaved: boo
 
 def _prepare(function: str, operands: tuple, addresses: list, options: tuple) -> Plan:
     """Check an append and plan its launch."""
-    k, _, pages, block_table, _, _, k_scale, v_scale, cos, _, q, q_out = operands
+    k, _, pages, block_table, _, sequence_ids, k_scale, v_scale, cos, _, q, q_out = operands
     layout, interleaved = options
     device = arrays.device_of(function, pages=pages)
     checks.output(function, "pages", pages)
@@ -155,7 +155,7 @@ def _prepare(function: str, operands: tuple, addresses: list, options: tuple) ->
         tuple(strides),
         (*scales, *pool.numbers),
         (half, *rotation),
-        (k.shape[0], pool.num_heads, pool.batch if block_table.ndim == 2 else k.shape[0]),
+        (k.shape[0], pool.num_heads, k.shape[0] if block_table.ndim == 1 and sequence_ids is None else pool.batch),
     )
     copies = any(in_order(x) is not x for x in operands[3:6]) or any(contiguous(x) is not x for x in operands[6:10])
     return Plan(device, launch, pool.page_size, apart, copies)

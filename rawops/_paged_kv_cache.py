@@ -193,7 +193,9 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
             given = tuple(
                 checks.int_range(function, "counts", n, 0, 2**31 - 1) for n in _listed(function, "counts", counts)
             )
-        self._check_new(function, k, v, names, given, tokens)
+        self._check_new(function, k, v, names, given)
+        if tokens is not None:
+            tokens = self._told(function, tokens, given)
         with self._lock, self._extended(names, given, tokens) as growth:
             batch = self._batch(names)
             positions, sequence_ids = batch.positions, None
@@ -229,16 +231,17 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         """
         function = f"{_NAME}.decode"
         cascade = cascade if cascade is None else checks.flag(function, "cascade", cascade)
+        names = _names_of(function, sequences)
         if cascade is not False and _may_cascade(options):
             with self._lock:
-                batch = self._batch(_names_of(function, sequences))
+                batch = self._batch(names)
                 pages = batch.shared_pages(self._allocator)
                 beside = pages > 0 and self._overlaps(batch, pages * self.page_size, q)
                 if pages and (cascade or self._saves(pages, q, batch, beside)):
                     return self._cascade(function, q, batch, pages, beside, out, return_lse, options)
         elif cascade:
             checks.fail(ValueError, function, "cascade", f"be False with any of {', '.join(_APART)}", cascade)
-        return self._attend(function, q, sequences, None, out, return_lse, options)
+        return self._attend(function, q, names, None, out, return_lse, options)
 
     @on_own_device
     def prefill(self, q, sequences: Sized[int], cu_seqlens_q, *, out=None, return_lse: bool = False, **options):
@@ -259,7 +262,7 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
             if getattr(q, "ndim", None) == 3:  # else that is the mistake to name
                 check_rows(function, rows, q.shape[0])
             cu_seqlens_q = self._upload(np.array(rows, np.int32))
-        return self._attend(function, q, sequences, cu_seqlens_q, out, return_lse, options)
+        return self._attend(function, q, _names_of(function, sequences), cu_seqlens_q, out, return_lse, options)
 
     # --- tables ---
 
@@ -267,7 +270,7 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
     def block_table(self, sequences: Sized[int]):
         """Return the pages of sequences, int32 (len(sequences), max_pages), -1 past the last.
 
-        Later calls that name the same sequences in the same order update it in place.
+        Later calls for the same sequences in the same order update it in place, unless 32 other choices came between.
         """
         with self._lock:
             return self._batch(_names_of(f"{_NAME}.block_table", sequences)).block_table
@@ -283,8 +286,8 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         """Make room for one more token in each sequence, for a captured graph to fill.
 
         The buffers that are returned are the same for every call with this number of sequences, whichever they are.
-        Capture one launch of `append_paged_kv` and `paged_attention` with them, and with the scales if there are any;
-        then for each token call `step` and replay the graph. Nothing is waited for.
+        Capture one launch of `append_paged_kv` and `paged_attention` with them, the cache's layout, and the scales if
+        there are any; then for each token call `step` and replay the graph. Nothing is waited for.
 
         Parameters
         ----------
@@ -308,8 +311,7 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         function = f"{_NAME}.step"
         names = _names_of(function, sequences)
         if tokens is not None:
-            tokens = [[t] for t in _listed(function, "tokens", tokens)]
-            self._check_tokens(function, tokens, (1,) * len(names))
+            tokens = self._told(function, [[t] for t in _listed(function, "tokens", tokens)], (1,) * len(names))
         with self._lock, self._extended(names, (1,) * len(names), tokens):
             batch = self._steps.get(len(names))
             if batch is None:
@@ -328,9 +330,10 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         """
         with self._lock:
             state = self._allocator[sequence]
-            data = self._host_copies.to_host(self._stored, state.pages)
-            data = data.view(dtypes.numpy(dtypes.name(self.pages.dtype)))
-            return SavedSequence(state.length, data, Sequence(state.pages[:], state.length, [], state.tokens[:]))
+            stored = self._host_copies.to_host(self._stored, state.pages)
+            data = stored.view(dtypes.numpy(dtypes.name(self.pages.dtype)))
+            state = Sequence(state.pages[:], state.length, [], state.tokens[:])
+            return SavedSequence(state.length, data, state, self.layout)
 
     @on_own_device
     def restore(self, saved: SavedSequence) -> int:
@@ -344,10 +347,11 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         function = f"{_NAME}.restore"
         if not isinstance(saved, SavedSequence):
             checks.fail(TypeError, function, "saved", "be a SavedSequence", f"{saved!r} ({type(saved).__name__})")
-        page = (*self.pages.shape[1:], dtypes.name(self.pages.dtype))
-        if (*saved.data.shape[1:], dtypes.name(saved.data.dtype)) != page:
-            rule = f"have pages of shape and dtype {page}, as this cache"
-            checks.fail(ValueError, function, "saved", rule, (*saved.data.shape[1:], dtypes.name(saved.data.dtype)))
+        page = (*self.pages.shape[1:], dtypes.name(self.pages.dtype), self.layout)
+        found = (*saved.data.shape[1:], dtypes.name(saved.data.dtype), saved.layout)
+        if found != page:
+            rule = f"have pages of shape, dtype and layout {page}, as this cache"
+            checks.fail(ValueError, function, "saved", rule, found)
         growth, data = Growth(), saved.data.view(self._stored.dtype)
         with self._lock:
             try:
@@ -360,13 +364,11 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
 
     # --- parts ---
 
-    def _check_new(self, function: str, k, v, names: tuple, counts: tuple, tokens) -> None:
+    def _check_new(self, function: str, k, v, names: tuple, counts: tuple) -> None:
         """Check what could fail after pages have been given out."""
         if len(counts) != len(names) or any(n < 0 for n in counts):
             rule = f"be {len(names)} numbers from 0 up, one a sequence"
             checks.fail(ValueError, function, "counts", rule, list(counts))
-        if tokens is not None:
-            self._check_tokens(function, tokens, counts)
         for name, x in (("k", k), ("v", v)):
             if x is None:
                 checks.fail(TypeError, function, name, "be an array", "None")
@@ -381,11 +383,13 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         check_apart(function, ("k", "v", "pages"), apart, [device.pointer(x) for x in operands])
 
     @staticmethod
-    def _check_tokens(function: str, tokens, counts: tuple) -> None:
+    def _told(function: str, tokens, counts: tuple) -> list[tuple]:
+        """Return the ids of new tokens, as many as counts say, or raise."""
         ids = [_listed(function, "tokens[i]", t) for t in _listed(function, "tokens", tokens)]
         if [len(t) for t in ids] != list(counts):
             rule = f"have {list(counts)} ids, as many as tokens are appended"
             checks.fail(ValueError, function, "tokens", rule, [len(t) for t in ids])
+        return ids
 
     @contextlib.contextmanager
     def _extended(self, names: tuple, counts: tuple, tokens) -> Iterator[Growth]:
@@ -413,11 +417,11 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         batch.update(self._allocator)
         return batch
 
-    def _attend(self, function: str, q, sequences: Sized[int], cu_seqlens_q, out, return_lse: bool, options: dict):
+    def _attend(self, function: str, q, names: tuple[int, ...], cu_seqlens_q, out, return_lse: bool, options: dict):
         slopes = options.pop("alibi_slopes", None)
         asked = named_options(function, options)
         with self._lock:
-            batch = self._batch(_names_of(function, sequences))
+            batch = self._batch(names)
             operands = (q, self.pages, batch.block_table, batch.seq_lens, cu_seqlens_q, slopes)
             operands += (self.k_scale, self.v_scale, out)
             return attend(function, operands, asked, return_lse, self.layout, self._workspace)

@@ -12,7 +12,7 @@ from rawops._paged_kv_batch import copy_to_device
 from rawops._runtime.held import hold
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SavedSequence:
     """A sequence in host memory, made by `PagedKVCache.save`.
 
@@ -21,11 +21,14 @@ class SavedSequence:
     length : int
     data : array (pages, 2, page_size, num_kv_heads, head_dim)
         Page-locked with a GPU. It is complete once the stream of the save has come this far.
+    layout : {"NHD", "HND"}
+        That of the cache: with HND the axes of slots and heads are the other way round.
     """
 
     length: int
     data: np.ndarray
     state: Sequence
+    layout: str
 
 
 class HostCopies:

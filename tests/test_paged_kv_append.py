@@ -120,6 +120,17 @@ def test_one_row_of_pages_for_all_tokens(device, rng):
     same(device.get(pages), want)
 
 
+def test_one_row_of_pages_is_one_sequence(device, rng):
+    """Tokens that name another sequence are skipped."""
+    pages = pool(device, 4, 4, 1, 16)
+    k, v = tokens(rng, 4, 1, 16)
+    want = expected(device.get(pages), k, v, [(3, 2), None, (0, 0), None])
+    arrays = (np.array(x, np.int32) for x in ([3, 0], [2, 3, 4, 5], [0, 1, 0, -1]))
+    table, positions, sequences = map(device.put, arrays)
+    rawops.append_paged_kv(*map(device.put, (k, v)), pages, table, positions, sequence_ids=sequences)
+    same(device.get(pages), want)
+
+
 def test_awkward_arrays(device, rng):
     """Misaligned, every other element, reversed, one row or column repeated; a pool that is part of a larger one."""
     k, v = tokens(rng, 3, 2, 16)

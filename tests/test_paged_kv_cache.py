@@ -154,6 +154,9 @@ def test_save_and_restore(device, rng):
     for _ in range(2):
         loop.kv[loop.cache.restore(saved)] = [x.copy() for x in kv]
     assert saved.length == 7 and saved.data.shape == (2, 2, 4, HEADS, DIM)
+    waiting = [loop.cache.save(s) for s in loop.kv]
+    waiting.remove(waiting[-1])
+    assert len({*waiting, saved}) == 2
     loop.append(list(loop.kv))
     loop.check()
 
@@ -205,7 +208,7 @@ def test_prefix_sharing_reads_the_shared_pages(device, rng):
     loop.append([b])
     loop.check()
     k, v = map(device.put, loop.new(4))
-    loop.cache.append(k, v, [b], [4], tokens=[[1, 2, 3, 4]])
+    loop.cache.append(k, v, [b], [4], tokens=iter([iter([1, 2, 3, 4])]))
     assert loop.cache.length(loop.cache.add_sequence([*text[:8], 99, 1, 2, 3, 4])) == 12
 
 
@@ -232,8 +235,8 @@ def test_empty_calls(device, rng):
         empty.append(*(device.put(np.zeros((1, 1, 8), np.float16)) for _ in "kv"), [empty.add_sequence()])
 
 
-def _saved_elsewhere():
-    other = rawops.PagedKVCache(4, 8, HEADS, DIM)
+def _saved_elsewhere(page_size, heads, **options):
+    other = rawops.PagedKVCache(4, page_size, heads, DIM, **options)
     return other.save(other.add_sequence())
 
 
@@ -272,8 +275,13 @@ MISTAKES = {
     "cu_seqlens_q must be an integer": (lambda c, x: c.prefill(x, [0], [0, "1"]), TypeError),
     r"a sequence must be one that was added and not freed, got \[0\]": (lambda c, x: c.fork([0]), ValueError),
     "a sequence must be .*, got False": (lambda c, x: c.length(False), ValueError),
+    "a sequence must be .*, got 0.0": (lambda c, x: c.append(x, x, [0.0]), ValueError),
     "restore: saved must be a SavedSequence, got 3": (lambda c, x: c.restore(3), TypeError),
-    "restore: saved must have pages of shape": (lambda c, x: c.restore(_saved_elsewhere()), ValueError),
+    "restore: saved must have pages of shape": (lambda c, x: c.restore(_saved_elsewhere(8, HEADS)), ValueError),
+    "restore: saved must have .*, got .*'HND'": (
+        lambda c, x: c.restore(_saved_elsewhere(HEADS, 4, layout="HND")),
+        ValueError,
+    ),
 }
 
 

@@ -73,6 +73,15 @@ def test_decode_with_slopes(device, rng):
     np.testing.assert_array_equal(device.get(out), device.get(plain))
 
 
+def test_sequences_of_an_iterator(device, rng):
+    loop = Loop(device, rng)
+    a = loop.add(10)
+    q = device.put(np.ones((1, HEADS, DIM), np.float16))
+    np.testing.assert_array_equal(
+        device.get(loop.cache.decode(q, iter([a]))), device.get(loop.cache.decode(q, [a], cascade=False))
+    )
+
+
 @pytest.mark.parametrize("cascade", [True, None])
 def test_decode_checks_its_arrays(device, rng, cascade):
     loop = Loop(device, rng)
