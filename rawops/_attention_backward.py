@@ -37,7 +37,7 @@ from rawops._attention_operands import (
     strides_of,
 )
 from rawops._runtime import arrays, checks
-from rawops._runtime.call import check_apart, keep_apart
+from rawops._runtime.call import check_apart_once
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 _DTYPES = ("float16", "bfloat16")
@@ -179,7 +179,7 @@ def _prepare_and_run(function: str, options, varlen, device, named: dict, determ
     check_scores(function, named, sizes)
     if varlen is not None and settings.current().check:
         check_values(function, named, sizes, varlen)
-    _check_apart(function, device, named)
+    check_apart_once(function, device, named, _GRADIENTS)  # they are written while the operands are read
     dtype = checks.dtype(function, "q", named["q"], _DTYPES)
     for name, like in (("dout", "out"), ("out", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
         x, shape = named[name], sizes.out if like == "out" else named[like].shape
@@ -196,19 +196,6 @@ def _prepare_and_run(function: str, options, varlen, device, named: dict, determ
     if not lse.flags.c_contiguous:
         checks.fail(ValueError, function, "lse", "be C-contiguous", f"strides {lse.strides}")
     _run(_Call(function, options, device, named, sizes, varlen is not None, deterministic, dropout))
-
-
-def _check_apart(function: str, device, named: dict) -> None:
-    """Raise for a gradient in memory of an operand or of another gradient: they are written while operands are read."""
-    named = {name: x for name, x in named.items() if x is not None and x.size}
-    names, operands = tuple(named), tuple(named.values())
-    addresses = [device.pointer(x) for x in operands]
-    reaches = [tuple(address + end for end in arrays.span(x)) for x, address in zip(operands, addresses, strict=True)]
-    for written in (names.index(name) for name in _GRADIENTS if name in named):
-        low, high = reaches[written]
-        for other, (start, end) in enumerate(reaches):
-            if other != written and start < high and low < end:  # seldom: a closer look takes some microseconds
-                check_apart(function, names, keep_apart(operands, written, (other,)), addresses)
 
 
 def _run(call: _Call) -> None:

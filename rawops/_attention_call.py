@@ -111,9 +111,9 @@ def _overlaps(operands: tuple) -> tuple:
     out = operands[_OUT]
     if out is None or out.size == 0:
         return ()
-    low, high = arrays.span(out)
-    spans = ((i, *arrays.span(x)) for i, x in enumerate(operands) if i != _OUT and x is not None and x.size)
-    return tuple((i, low - last, high - first) for i, first, last in spans)
+    span = arrays.span(out)
+    others = ((i, x) for i, x in enumerate(operands) if i != _OUT and x is not None and x.size)
+    return tuple((i, *arrays.distances(span, arrays.span(x))) for i, x in others)
 
 
 ROLES = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "cu_seqlens_q", "cu_seqlens_k")

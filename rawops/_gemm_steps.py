@@ -178,12 +178,10 @@ def overlaps(request: Request) -> tuple:
     out = request.arrays["out"]
     if out is None:
         return ()
-    out_low, out_high = arrays.span(out)
-    found = []
+    span, found = arrays.span(out), []
     for index, (role, x) in enumerate(request.arrays.items()):
         if role == "out" or x is None or x.size == 0:
             continue
-        low, high = arrays.span(x)
         same = x.shape == out.shape and x.strides == out.strides and x.dtype == out.dtype
-        found.append((index, out_low - high, out_high - low, 0 if same and role in _IN_PLACE else None))
+        found.append((index, *arrays.distances(span, arrays.span(x)), 0 if same and role in _IN_PLACE else None))
     return tuple(found)

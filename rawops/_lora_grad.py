@@ -17,7 +17,7 @@ from rawops._lora_factors import factor_gradients, operand_of, takes_parts
 from rawops._lora_product import NOTHING, LowRankProduct, check_weights, row_of_y
 from rawops._lora_sm90 import NARROW, NarrowProduct, row_of_parts
 from rawops._runtime import arrays, checks, dtypes
-from rawops._runtime.call import check_apart, keep_apart
+from rawops._runtime.call import check_apart_once
 
 _FUNCTION = "lora_linear_backward"
 _MOST_RANKS_BESIDE = 32  # of Y and dY, which dX waits for; of more, Y is made after it
@@ -111,7 +111,7 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
     inputs, outs = taken[:5], taken[5:]
     scaling = checks.number(_FUNCTION, "scaling", scaling)
     _check(*inputs, outs)
-    _check_places(device, dict(zip(named, taken, strict=True)))
+    check_apart_once(_FUNCTION, device, dict(zip(written, outs, strict=True)), written)
     results = [
         device.empty(like.shape, (like if o is None else o).dtype) if o is None or _overlaps(device, o, inputs) else o
         for o, like in zip(outs, (inputs[1], *inputs[3:]), strict=True)
@@ -151,20 +151,10 @@ def _check(dout, x, c, a, b, outs) -> None:
             checks.output(_FUNCTION, f"out[{i}]", o)
 
 
-def _check_places(device, named: dict) -> None:
-    """Raise for results that share memory: they would be written one after the other."""
-    operands, names = tuple(named.values()), tuple(named)
-    addresses = [device.pointer(x) for x in operands]
-    apart = keep_apart(operands, 5, (6, 7)) + keep_apart(operands, 6, (7,))
-    check_apart(_FUNCTION, names, apart, addresses)
-
-
 def _overlaps(device, out, inputs: tuple) -> bool:
-    low, high = arrays.span(out)
     for x in inputs:
-        first, last = arrays.span(x)
-        distance = device.pointer(x) - device.pointer(out)
-        if out.size and x.size and low - last < distance < high - first:
+        low, high = arrays.distances(arrays.span(out), arrays.span(x))
+        if out.size and x.size and low < device.pointer(x) - device.pointer(out) < high:
             return True
     return False
 

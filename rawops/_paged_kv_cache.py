@@ -19,7 +19,7 @@ from rawops._paged_kv_batch import Batch, copy_to_device
 from rawops._paged_kv_pool import DTYPES, KV_DTYPES, LAYOUTS, MAX_HEAD_DIM, PAGE_SIZES, check_rows
 from rawops._paged_kv_swap import HostCopies, SavedSequence
 from rawops._runtime import arrays, checks, dtypes
-from rawops._runtime.call import check_apart, keep_apart
+from rawops._runtime.call import check_apart_once
 from rawops._runtime.copies import NotCopied
 from rawops._runtime.device import on_own_device
 from rawops._runtime.workspace import Workspace
@@ -378,9 +378,7 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         for name, x in (("k", k), ("v", v)):
             checks.dtype(function, name, x, (self._dtype,), "Convert it to the cache's dtype.")
             checks.shape(function, name, x, expected, "It is (tokens, num_kv_heads, head_dim).")
-        operands = (k, v, self.pages)
-        apart = keep_apart(operands, 2, (0, 1))
-        check_apart(function, ("k", "v", "pages"), apart, [device.pointer(x) for x in operands])
+        check_apart_once(function, device, {"k": k, "v": v, "pages": self.pages}, ("pages",))
 
     @staticmethod
     def _told(function: str, tokens, counts: tuple) -> list[tuple]:

@@ -164,6 +164,11 @@ def span(x) -> tuple[int, int]:
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize
 
 
+def distances(target: tuple[int, int], x: tuple[int, int]) -> tuple[int, int]:
+    """Return between which distances from the first element of one array to that of another their `span`s meet."""
+    return target[0] - x[1], target[1] - x[0]
+
+
 def current_device(function: str) -> devices.Device:
     """Return the device of a call without arrays: the active emulator, or CuPy's current GPU."""
     return devices.emulated() or devices.cuda(cupy_or_raise(function).cuda.runtime.getDevice())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,7 @@ def keep_apart(operands: tuple, written: int, others: tuple[int, ...], same: int
     for index in others:
         x = operands[index]
         if x is not None and x.size:
-            bounds = _between(arrays.span(target), arrays.span(x))
+            bounds = arrays.distances(arrays.span(target), arrays.span(x))
             found.append((written, index, *bounds, _windows(target, x), index == same and x.strides == target.strides))
     return tuple(found)
 
@@ -124,6 +124,19 @@ def check_apart(function: str, names: tuple[str, ...], apart: tuple, addresses: 
             checks.fail(ValueError, function, names[written], rule, f"{distance} bytes apart", hint)
 
 
+def check_apart_once(function: str, device, named: dict, written: Container[str]) -> None:
+    """Raise where an array that is written shares memory with any other, in a call that has no plan."""
+    named = {name: x for name, x in named.items() if x is not None and x.size}
+    names, operands = tuple(named), tuple(named.values())
+    addresses = [device.pointer(x) for x in operands]
+    reaches = [tuple(address + end for end in arrays.span(x)) for x, address in zip(operands, addresses, strict=True)]
+    for target in (i for i, name in enumerate(names) if name in written):
+        low, high = reaches[target]
+        for other, (start, end) in enumerate(reaches):
+            if other != target and start < high and low < end:  # seldom: a closer look takes some microseconds
+                check_apart(function, names, keep_apart(operands, target, (other,)), addresses)
+
+
 def _windows(target, x) -> tuple[tuple[int, int, int], ...]:
     """Return periods, and between which distances within each two arrays meet, if they share memory.
 
@@ -134,12 +147,8 @@ def _windows(target, x) -> tuple[tuple[int, int, int], ...]:
     for period in {abs(s) for s in target.strides} & {abs(s) for s in x.strides} - {0}:
         inner = [_span_within(own, period) for own in (target, x)]
         if None not in inner:
-            found.append((period, *_between(*inner)))
+            found.append((period, *arrays.distances(*inner)))
     return tuple(found)
-
-
-def _between(target: tuple[int, int], x: tuple[int, int]) -> tuple[int, int]:
-    return target[0] - x[1], target[1] - x[0]
 
 
 def _span_within(x, period: int) -> tuple[int, int] | None:
