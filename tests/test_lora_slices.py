@@ -153,6 +153,8 @@ def test_one_slice_takes_arrays_as_they_are(device, rng):
 
 
 def test_errors_of_slices_and_merges(device):
+    array = "an array" if device.is_emulated else "a GPU array"
+
     def zeros(*shape, dtype=np.float16):
         return device.put(np.zeros(shape, dtype))
 
@@ -175,7 +177,11 @@ def test_errors_of_slices_and_merges(device):
             lambda: FusedLoRA(zeros(6, 8, dtype="f4"), [a, a], [b, b], slices=halves),
         ),
         (ValueError, "FusedLoRA.unmerge: c must be a merged one", op.unmerge),
-        (TypeError, "FusedLoRA: x must be a GPU array", lambda: FusedLoRA(c, [a], [b], slices=halves[:1])([1.0])),
+        (
+            TypeError,
+            f"FusedLoRA: x must be {array}, got list",
+            lambda: FusedLoRA(c, [a], [b], slices=halves[:1])([1.0]),
+        ),
         (ValueError, "FusedLoRA: x must have shape", lambda: FusedLoRA(c, [a], [b], slices=halves[:1])(zeros(6))),
         (
             ValueError,
