@@ -8,7 +8,7 @@ namespace rawops {
 
 template <class T, class Out, int BLOCK_M, int BLOCK_N, int STAGES, bool kBKMajor, int kActivation, int kFinish,
           int BUFFERS, bool kInOrder, bool kPingPong,
-          class Rows = typename Choice<kPingPong, RowsInTurn<BUFFERS>, SortedRows<BUFFERS, kInOrder>>::Type,
+          class Rows = typename Choose<kPingPong, RowsInTurn<BUFFERS>, SortedRows<BUFFERS, kInOrder>>::Type,
           class Tile = HopperTile<T, Out, BLOCK_M, BLOCK_N, STAGES, 1, true, kBKMajor, kActivation, kFinish, kPingPong,
                                   Rows>>
 __global__ void __launch_bounds__(Tile::THREADS, 1)

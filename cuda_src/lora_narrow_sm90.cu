@@ -118,11 +118,9 @@ __device__ inline void write_parts(const float (&acc)[COUNT], const NarrowParams
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const bool exists = first_rank + rank + k < params.rank;
-            const float value = exists ? rounded_for_parts<__nv_bfloat16, 2>(acc[i + k]) : 0;
-            const uint32_t taken = __float_as_uint(value) & 0xffff0000;
-            const float rest = value == __uint_as_float(taken) ? 0 : value - __uint_as_float(taken);
-            first |= taken >> (k == 0 ? 16 : 0);
-            second |= (__float_as_uint(rest) & 0xffff0000) >> (k == 0 ? 16 : 0);
+            float value = exists ? rounded_for_parts<__nv_bfloat16, 2>(acc[i + k]) : 0;
+            first |= cut_bfloat16(value) >> (k == 0 ? 16 : 0);
+            second |= cut_bfloat16(value) >> (k == 0 ? 16 : 0);
         }
         auto* to = static_cast<uint16_t*>(params.parts) + (int64_t(place.batch) * params.M + m) * params.parts_row;
         *reinterpret_cast<uint32_t*>(to + first_rank * 2 + rank) = first;

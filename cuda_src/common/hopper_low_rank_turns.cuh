@@ -94,6 +94,6 @@ struct NoRanksInTurn {
 };
 
 template <class Tile>
-using RanksInTurnOf = typename Choice<Tile::kRanksInTurn, RanksInTurn<Tile>, NoRanksInTurn>::Type;
+using RanksInTurnOf = typename Choose<Tile::kRanksInTurn, RanksInTurn<Tile>, NoRanksInTurn>::Type;
 
 }  // namespace rawops

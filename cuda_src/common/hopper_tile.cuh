@@ -43,9 +43,6 @@ struct EightRanks {
     }
 };
 
-template <bool kFirst, class First, class Second> struct Choice { using Type = First; };
-template <class First, class Second> struct Choice<false, First, Second> { using Type = Second; };
-
 // A low-rank part y @ lora_b with y = a @ lora_a, up to RANK ranks; see hopper_low_rank.cuh. kRides: y is made here.
 template <int RANK_, bool kRides_, int kLoraA, bool kBKMajor_> struct LowRank : NotSorted {
     static constexpr int RANK = RANK_;
@@ -53,7 +50,7 @@ template <int RANK_, bool kRides_, int kLoraA, bool kBKMajor_> struct LowRank : 
     static constexpr int LOADERS = kRides_ && kLoraA == kByRank && RANK == 16 ? kWarpSize : 0;
     static constexpr bool kRides = kRides_, kPacked = kLoraA == kEights;
     static constexpr bool kAKMajor = kLoraA == kByK, kBKMajor = kBKMajor_;
-    using OperandA = typename Choice<kPacked, EightRanks, WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>>::Type;
+    using OperandA = typename Choose<kPacked, EightRanks, WgmmaOperand<kAKMajor, 64, kAKMajor ? 128 : RANK * 2>>::Type;
     using Accumulators = float[RANK / 2];
     static_assert(!kPacked || (kRides && RANK == 16), "eight ranks and as many zeros");
 };

@@ -4,6 +4,14 @@
 
 namespace rawops {
 
+// Cuts the first 8 bits off y, a value of bfloat16 as a float has it; y keeps the rest, which is exact.
+__device__ inline uint32_t cut_bfloat16(float& y) {
+    const uint32_t bits = __float_as_uint(y) & 0xffff0000;
+    const float taken = __uint_as_float(bits);
+    y = y == taken ? 0 : y - taken;
+    return bits;
+}
+
 // y of a thread's two rows as sums of COUNT values of T, in the order in which an atom takes them, times `scale`.
 template <class T> struct RankParts;
 
@@ -13,17 +21,13 @@ template <> struct RankParts<__nv_bfloat16> {
     uint32_t values[COUNT][4];
     static constexpr float scale[2] = {1, 1};
 
-    // All 24 bits: each part is cut off the rest, which is exact.
+    // All 24 bits.
     __device__ void cut(int half, float (&y)[4]) {
 #pragma unroll
         for (int part = 0; part < COUNT; ++part) {
             uint32_t bits[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                bits[i] = __float_as_uint(y[i]) & 0xffff0000;
-                const float taken = __uint_as_float(bits[i]);
-                y[i] = y[i] == taken ? 0 : y[i] - taken;
-            }
+            for (int i = 0; i < 4; ++i) bits[i] = cut_bfloat16(y[i]);
             values[part][half] = bits[0] >> 16 | bits[1];
             values[part][half + 2] = bits[2] >> 16 | bits[3];
         }
