@@ -14,8 +14,9 @@ from rawops import (
     _gemm_sm90_config,
     _gemm_sm90_split,
 )
-from rawops._gemm_8bit import repacked
+from rawops._gemm_8bit import ScaledProduct, repacked
 from rawops._gemm_8bit_config import BytesProblem
+from rawops._gemm_call import Product
 from rawops._gemm_config import ACTIVATIONS, DTYPES, FLOAT8, IN_PLACE, PROMOTED
 from rawops._gemm_grouped import table_bytes
 from rawops._gemm_operands import MAX_SIZE, ROLES, Options, Request, Sizes, describe, fold_batch, layout_of
@@ -93,7 +94,10 @@ def make_arrays(options: argparse.Namespace, device: PaperDevice) -> dict[str, P
         return x if order == "n" else x.swapaxes(-1, -2)
 
     a, b = matrix(batch, M, K, options.layout[0]), matrix(groups, K, N, options.layout[1])
-    return {"a": a, "b": b, "bias": device.array((N,), dtype) if options.bias else None}
+    types = (ScaledProduct("explain", Options(), False) if options.dtype not in DTYPES else Product).types
+    result = options.out_dtype or types.of_result(options.dtype)[0]
+    of_bias = types.of_addends(options.dtype, result)[0]
+    return {"a": a, "b": b, "bias": device.array((N,), dtypes.numpy(of_bias)) if options.bias else None}
 
 
 def _explain_tile(found: Explanation, options: argparse.Namespace, device: PaperDevice, arrays: dict) -> None:
@@ -261,10 +265,8 @@ def _explain_sm80(found, options, device: PaperDevice, problem: _gemm_config.Pro
     M, N = problem.M, problem.N
     split_k = options.split_k if options.groups is None and options.dtype in DTYPES else 1
     config = _gemm_config.select_config(problem, device.sm_count, room, split_k)
-    found.why.append(
-        f"Of the tiles for {problem.kind} operands, the largest that gives five SMs of six one; K is split where even "
-        "the smallest leaves SMs idle."
-    )
+    splits = "; K is split where even the smallest leaves SMs idle" if split_k is None else ""
+    found.why.append(f"Of the tiles for {problem.kind} operands, the largest that gives five SMs of six one{splits}.")
     tile = config.tile
     found.add("tile", f"{tile.block_m} x {tile.block_n} x {tile.block_k}", f"{tile.threads // 32} warps")
     found.add("stages", tile.stages, f"{tile.shared_bytes(dtypes.itemsize(options.dtype))} bytes of shared memory")

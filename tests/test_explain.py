@@ -138,6 +138,8 @@ def test_gemm_on_another_card(capsys):
         (["--groups", "5", "--layout", "tn"], "gemm_grouped_sm80", "Groups begin at any row"),
         (["--dtype", "float8_e4m3fn"], "gemm_8bit_sm90<", "Hopper's kernel: "),
         (["--dtype", "int8", "--layout", "nn"], "gemm_repack_bytes", "others are copied first"),
+        (["--dtype", "int8", "--bias"], "gemm_8bit_sm90<", "Hopper's kernel: "),
+        (["--dtype", "float8_e4m3fn", "--bias", "--activation", "silu"], "gemm_8bit_sm90<", "Hopper's kernel: "),
         (
             ["--dtype", "float8_e5m2", "--precision", "fast", "--gpu", "L40S"],
             "gemm_8bit_sm80<",
@@ -161,6 +163,12 @@ def test_gemm_options(capsys, options, kernel, why):
         assert "compute_floor_us" not in found and found["floors"] == "unknown"
     tile = found["tile"].split(" x ")
     assert any(f"{', '.join(tile[:2])}, " in launch["kernel"] for launch in found["launches"])
+
+
+@pytest.mark.parametrize("options, may", [([], True), (["--split-k", "2"], False), (["--groups", "5"], False)])
+def test_k_is_said_to_be_split_where_it_may_be(capsys, options, may):
+    found = explained(capsys, "gemm", "64", "2048", "2048", "--gpu", "A100", *options)
+    assert any("K is split" in sentence for sentence in found["why"]) == may
 
 
 def test_copies_show_as_launches(capsys):
