@@ -79,17 +79,18 @@ def tune(
     addresses = [device.pointer(x) for x in converted]
     with device.current(), _gemm_choices.trying() as trial:
         first = product.prepare(device, tuple(converted), addresses)
+        question = trial.question  # before runs ask: of more batch axes than a kernel has, each is a call of its own
         out = device.empty(first.out_shape, first.out_dtype)
         converted[2], addresses[2] = out, device.pointer(out)
-        candidates = trial.question.candidates() if trial.question else [None]
+        candidates = question.candidates() if question else [None]
         runs = []
         for trial.choice in candidates:
             run = getattr(product.prepare(device, tuple(converted), addresses).steps, "run", lambda *_: None)
             runs.append(lambda run=run: run(tuple(converted), addresses, packed_alpha, packed_beta))
         times = time_runs(device, runs)
     fastest = min(range(len(runs)), key=times.__getitem__)
-    if trial.question:
-        _gemm_choices.keep(trial.question, candidates[fastest])
+    if question:
+        _gemm_choices.keep(question, candidates[fastest])
         Product.prepare_anew()
     names = [", ".join(f"{k} {v}" for k, v in _gemm_choices.describe(c).items()) for c in candidates]
     order = sorted(range(len(runs)), key=times.__getitem__)

@@ -213,6 +213,20 @@ def test_nothing_to_tune(device, own_choices, fake_times):
     assert not choices.path().exists()
 
 
+def test_more_batch_axes_than_a_kernel_has_leave_the_choice_for_their_entries(device, own_choices, monkeypatch):
+    def time_runs(device, runs):
+        for run in runs:
+            run()
+        return [float(-i) for i in range(len(runs))]
+
+    monkeypatch.setattr(_gemm_tune, "time_runs", time_runs)
+    a, b = device.put(np.ones((3,) * 7, "f2"))[:, :2, :2, :2, :2], device.put(np.ones((3, 8), "f2"))
+    gemm.tune(a[0], b)
+    kept = dict(choices._kept())
+    assert len(kept) == 1 and len(gemm.tune(a, b).microseconds) == 1
+    assert choices._kept() == kept
+
+
 @pytest.mark.gpu
 def test_tuning_measures(device, own_choices, rng):
     a, b = operands(device, rng, 512, 1024, 2048)
