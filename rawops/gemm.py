@@ -89,7 +89,8 @@ def gemm(
     bias : array (N,), optional
         Added to every row before the activation.
     residual : array broadcastable to the result, optional
-        Of two axes at least. Added after the activation. `c`, `bias` and `residual` have the inputs' dtype or float32.
+        Of two axes at least. Added after the activation. `c`, `bias` and `residual` have the inputs' dtype, or float32
+        beside 16-bit inputs.
     activation : {None, "relu", "gelu", "gelu_tanh", "silu", "swiglu"}
         "swiglu" takes an even N, gate in the first half of the columns and up in the second, and returns N/2 columns
         of ``silu(gate) * up``. At -inf, gelu and silu take their limit, 0; NaN stays NaN.

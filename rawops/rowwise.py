@@ -27,7 +27,7 @@ def rmsnorm(x, weight=None, eps: float = 1e-6, residual=None, *, out=None, resid
         float16, bfloat16, float32 or float64. Any strides; rows on 16-byte boundaries with neighbouring columns are
         fastest.
     weight : array (N,), optional
-        Of x's dtype, or float32. Ones if None.
+        Of x's dtype, or float32 beside 16-bit rows. Ones if None.
     eps : float
         Not negative.
     residual : array (..., N), optional
@@ -72,7 +72,7 @@ def layernorm(x, weight=None, bias=None, eps: float = 1e-5, *, residual=None, ou
     x : array (..., N)
         As for `rmsnorm`, as are residual, out and residual_out.
     weight, bias : array (N,), optional
-        Both of x's dtype or both float32. Ones and zeros if None.
+        Both of x's dtype, or both float32 beside 16-bit rows. Ones and zeros if None.
     eps : float
         Not negative. var is the mean of the squared distances from the mean, which is taken first.
 
@@ -136,7 +136,7 @@ def row_sum(x, *, out_dtype=None, out=None):
     x : array (..., N)
         float16, bfloat16, float32 or float64, any strides.
     out_dtype : dtype, optional
-        x's, if left out, or float32.
+        x's, if left out, or float32 of 16-bit rows.
     out : array (...), optional
         Of out_dtype, or of one of the two if that is left out; any strides.
 
