@@ -60,7 +60,7 @@ GRAD_SM90 = KernelSpec(
 )
 
 
-def factor_gradients(device, sides: tuple, scaling: float, rank: int, made: tuple | None = None) -> None:
+def factor_gradients(device, sides: tuple, scaling: float, rank: int, made: tuple | None) -> None:
     """Launch for two sides: x (rows, cols) with 16 bits, y (rows, rank) in float32, out (cols, rank).
 
     `made`: both y as the parts of `_lora_sm90.row_of_parts`, where `takes_parts` says so.

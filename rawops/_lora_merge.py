@@ -39,6 +39,7 @@ def merge_into(
 
     `begin_writing` is called before c changes: what fails after that, or is interrupted, leaves it half way.
     """
+    (c,), _ = arrays.take(function, c=c)  # it may be NumPy's, of an emulator that is left
     checks.output(function, "c", c)
     with arrays.device_of(function, c=c).current():
         return _merge(function, c, pairs, slices, scaling, begin_writing)

@@ -158,13 +158,11 @@ def access_of(views: tuple[View | None, ...], itemsize: int, *offsets: int) -> i
     return 0 if any(view is not None and view.col != 1 for view in views) else width_of(views, itemsize, *offsets)
 
 
-def team_of(groups: int, rows: int, whole: bool, device, few: int = 1) -> dict[str, int]:
+def team_of(groups: int, rows: int, whole: bool, device, few: int) -> dict[str, int]:
     """Return threads of a block and blocks a row, and the groups that each thread holds: 0 of a row that is too long.
 
     `groups` are those of a row, of 16 bytes, which are read as a `whole` or not: that does not change which thread has
-    which, so that sums come in the same order.
-
-    `few` are those that a thread has where rows are few.
+    which, so that sums come in the same order. `few` are those that a thread is to have where rows are few.
 
     On Hopper and later the blocks of a cluster share what one block cannot hold, and what too few blocks would read.
     """

@@ -221,7 +221,6 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
         if self.merged is (sign > 0):
             got = "a merged one" if self.merged else "the base weight"
             checks.fail(ValueError, function, "c", f"be {'the base weight' if sign > 0 else 'a merged one'}", got)
-        arrays.take(function, c=self.c)  # which raises for NumPy's outside the emulator
         if self._sliced is None:
             pairs = [(self.a, self.b)]
         else:

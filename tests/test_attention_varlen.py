@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import Device
 
 import rawops
 from rawops import _attention_config as config
@@ -247,9 +248,8 @@ def test_wrong_states(rng):
             merge_attention_states(out, lse, out.astype(np.float16), lse)
         with pytest.raises(ValueError, match="merge_attention_states: out_a must have 4 dimensions"):
             merge_attention_states(out[0, 0], lse, out, lse)
-        between = np.zeros(lse.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(lse.shape)
         with pytest.raises(ValueError, match="merge_attention_states: lse_b must lie on whole elements"):
-            merge_attention_states(out, lse, out, between)
+            merge_attention_states(out, lse, out, Device.between(lse))
 
 
 # --- plan -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from processes import python
 
+import rawops
 from rawops import __main__ as cli
 from rawops._runtime import cache, compiler, progress
 from rawops._runtime.kernel import KernelSpec
@@ -77,6 +78,7 @@ def test_a_long_compilation_says_how_far_it_is(capsys, registry, monkeypatch, co
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     _, barred, err = run(capsys, *arguments)
     assert "compiling for sm_80" in err and "100%" in err
+    assert rawops.precompile("sm_80", []) == 0 and capsys.readouterr().err == ""
     for line in (out, again, barred):
         assert all(map(json.loads, line.splitlines())) and line
 

@@ -198,6 +198,15 @@ def test_whatever_way_a_header_comes_in_its_edits_are_seen(tmp_path, monkeypatch
     assert "703" in kernel.compile("sm_80").ptx
 
 
+@pytest.mark.parametrize(("folder", "is_own"), [("cuda_src", True), ("cuda_src_of_mine", False)])
+def test_includes_are_looked_for_in_all_but_the_librarys_own_files(tmp_path, monkeypatch, folder, is_own):
+    monkeypatch.setattr(sources, "cuda_src", lambda: tmp_path / "cuda_src")
+    path = tmp_path / folder / "k.cu"
+    path.parent.mkdir()
+    path.write_text('#define HEADER "value.h"\n#include HEADER\n__global__ void f() {}\n')
+    assert bool(sources.digest(sources.user_source(path).closure())) == is_own
+
+
 def test_a_header_that_is_asked_for_by_its_name_is_seen_to_come(tmp_path, monkeypatch):
     """The disk cache keeps what the includes of a kernel tell, also whether a header is there."""
     monkeypatch.chdir(tmp_path)

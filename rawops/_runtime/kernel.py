@@ -376,7 +376,7 @@ def kernels(archs: Iterable[str] = (), every: bool = False, progress: bool = Fal
         _check_arch("kernels", arch, KernelSpec.registry)
     jobs = [(spec, instance) for spec in KernelSpec.registry for instance in spec.instances(every)]
     work = [(i, a) for spec in KernelSpec.registry for a in archs for i in spec.instances(every, _capability(a))]
-    _compile_all(work, f"compiling for {', '.join(archs)}" if progress else None)
+    _compile_all(work, archs, progress)
     return [
         KernelInfo(
             spec.source,
@@ -411,15 +411,15 @@ def precompile(arch: str | None = None, ops: Iterable[str] | None = None, progre
     specs = KernelSpec.registry if ops is None else _specs_of(ops)
     _check_arch("precompile", arch, specs or KernelSpec.registry)
     work = [(instance, arch) for spec in specs for instance in spec.instances(capability=_capability(arch))]
-    _compile_all(work, f"compiling for {arch}" if progress else None)
+    _compile_all(work, (arch,), progress)
     return len(work)
 
 
-def _compile_all(work: list[tuple[Instance, str]], title: str | None) -> None:
-    """Compile instances for their architectures, with progress under a `title`."""
+def _compile_all(work: list[tuple[Instance, str]], archs: tuple[str, ...], progress: bool) -> None:
+    """Compile instances, each for one of `archs`, and show how many are ready."""
     with ThreadPoolExecutor(_COMPILERS) as pool:
         done = pool.map(lambda job: job[0].compile(job[1]), work)
-        for _ in shown(done, title, len(work)) if title else done:
+        for _ in shown(done, f"compiling for {', '.join(archs)}", len(work)) if progress and work else done:
             pass
 
 

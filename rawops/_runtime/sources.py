@@ -106,7 +106,7 @@ def digest(files: dict[str, File], options: tuple[str, ...] = ()) -> str:
 
 
 def _is_own(path: Path) -> bool:
-    return str(path).startswith(str(cuda_src()))
+    return path.is_relative_to(cuda_src())
 
 
 def _hides_includes(text: str) -> bool:
