@@ -13,10 +13,10 @@ from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16")
 RANK_STEP = 16  # a slot has room for a multiple of it
-SHRINK_THREADS, THREADS = 512, 256  # of a block of the shrink kernel; of the others
+THREADS = 256  # of a block, but for the shrink kernel's
 GROUP_ROWS = 32  # whose places a block of the group kernel finds
 MOST_GROUPED = 256  # rows that every block of the shrink kernel sorts by itself, which saves a launch
-PLACES = 4  # that a block of the shrink kernel looks at where it need not sort
+PLACES = 8  # that a block of the shrink kernel looks at where it need not sort
 
 # Columns of a tile of 128 rows that leave the ranks registers, by whether b is K-major, and the parts of a gated tile.
 _WIDEST = {(True, 1): 176, (True, 2): 160, (False, 1): 192, (False, 2): 128}
@@ -53,12 +53,18 @@ GROUP = KernelSpec(
 SHRINK = KernelSpec(
     source="lora_shrink.cu",
     entry="rawops::lora_shrink",
-    template=("dtype", "atoms", "is_aligned", "groups"),
-    choices={"dtype": DTYPES, "atoms": (2, 4), "is_aligned": (True, False), "groups": (True, False)},
+    template=("dtype", "atoms", "is_aligned", "groups", "threads"),
+    choices={
+        "dtype": DTYPES,
+        "atoms": (2, 4),
+        "is_aligned": (True, False),
+        "groups": (True, False),
+        "threads": (256, 512),
+    },
     smoke=[
-        {"dtype": "float16", "atoms": atoms, "is_aligned": is_aligned, "groups": is_aligned}
+        {"dtype": "float16", "atoms": atoms, "is_aligned": is_aligned, "groups": groups, "threads": threads}
         for atoms in (2, 4)
-        for is_aligned in (True, False)
+        for is_aligned, groups, threads in ((True, True, 512), (True, False, 256), (False, False, 512))
     ],
     params=SHRINK_PARAMS,
 )

@@ -105,9 +105,10 @@ def test_a_load_that_fails_leaves_an_empty_slot(device, rng, monkeypatch):
     op(device.put(x), indices)
 
 
-@pytest.mark.parametrize("M", [19, 300])
+@pytest.mark.parametrize("M", [19, 300, 2200])
 def test_permutations(device, rng, M):
-    """Rows in another order give the same bits in that order; 300 rows are sorted by a kernel of its own."""
+    """Rows in another order give the same bits in that order; 300 rows are sorted by a kernel of its own, and more than
+    sixteen an SM are multiplied with a by smaller blocks."""
     N, K = 24, 40
     x, c = rng.standard_normal((M, K)).astype(np.float16), rng.standard_normal((K, N)).astype(np.float16)
     op = MultiLoRA(device.put(c), 6, 16)
@@ -446,7 +447,7 @@ def test_graph_replay(device, rng, M):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("M", [1, 64, 300, 2048])
+@pytest.mark.parametrize("M", [1, 64, 300, 2048, 4100])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_thousands_of_slots(device, rng, M, dtype):
     """As many as serving wants, far apart in memory; base rows have gemm's bits at these sizes as well."""
