@@ -177,6 +177,17 @@ extern "C" __global__ void k(float* y) {
     )  # fmt: skip
 
 
+def test_an_access_wider_than_all_there_is():
+    source = """
+__constant__ __align__(4) char s[2] = {1, 2};
+extern "C" __global__ void k(int* y) {
+    y[threadIdx.x] = *(const volatile int*)s;
+}
+"""
+    match = "4-byte access at offset 0 of constant memory is out of bounds: there are 2 bytes"
+    refused(MemoryFault, source, 1, 32, np.zeros(32, np.int32), line=4, match=match)
+
+
 REVERSE = """
 extern "C" __global__ void k(const int* x, int* y) {
     __shared__ int s[128];

@@ -167,7 +167,7 @@ def refuse_misaligned(ctx: Context, addresses: np.ndarray, size: int, owners: np
 def refuse_outside(ctx: Context, addresses: np.ndarray, size: int, owners: np.ndarray, limit: int, name: str) -> None:
     """Raise if an access of a space that begins at 0 ends past its size."""
     if int(addresses.max()) + size > limit:
-        at = np.flatnonzero(addresses > np.uint64(max(limit - size, 0)))[0]
+        at = np.argmax(addresses > np.uint64(max(limit - size, 0)))  # the first; any if nothing fits
         raise ctx.error(
             MemoryFault,
             f"{size}-byte access at offset {int(addresses[at])} of {name} memory is out of bounds: "
