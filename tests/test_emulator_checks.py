@@ -63,6 +63,12 @@ def test_out_of_bounds_store_and_neighbouring_views():
     refused(MemoryFault, source, 2, 32, np.zeros(64, np.float32), y, line=4, block_id=1, thread=31, match="store")
 
 
+def test_past_a_variable_of_the_module():
+    source = '__device__ int v[4];\nextern "C" __global__ void k(int* y) { y[threadIdx.x] = v[threadIdx.x]; }\n'
+    match = "it ends 4 bytes past the end of a 16-byte variable v"
+    refused(MemoryFault, source, 1, 32, np.zeros(32, np.int32), line=2, thread=4, match=match)
+
+
 def test_store_to_read_only_array():
     y = np.zeros(64, np.float32)
     y.flags.writeable = False

@@ -285,6 +285,8 @@ def test_coalescing_report(stride, sectors):
     report = launch(STRIDED, 1, 32, x, y, np.int32(stride))
     assert report.loads.global_sectors == sectors
     np.testing.assert_array_equal(y, x[np.arange(32) * stride])
+    report = launch(STRIDED, 1, 32, x, y, np.int32(stride), check=False)
+    assert str(report).count("not counted without check=True") == 2
 
 
 SEMAPHORE = """

@@ -89,7 +89,7 @@ class Launch:
         self.completion = completion
         self.rng = np.random.default_rng(seed) if completion == "random" else None
         self.kernel_name = kernel_name
-        self.report = LaunchReport(program, kernel_name, grid, block)
+        self.report = LaunchReport(program, kernel_name, grid, block, check)
         self.steps = 0
         self.progress = 0
         self.max_steps = max_steps
@@ -250,7 +250,8 @@ def _map_globals(program: Program, memory: GlobalMemory) -> dict[str, int]:
             array = np.zeros(variable.size, np.uint8)
             array[:] = np.frombuffer(variable.data or bytes(variable.size), np.uint8)
             program.storage[variable.name] = array
-        addresses[variable.name] = memory.map(program.storage[variable.name])
+        name = f"{variable.size}-byte variable {variable.name}"
+        addresses[variable.name] = memory.map(program.storage[variable.name], name)
     for variable in variables:
         for at, symbol in variable.relocations.items():
             pointer = _generic_address(program, addresses, variable, symbol)

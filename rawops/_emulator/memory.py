@@ -52,7 +52,7 @@ class Segment:
     base, size, host : int
         Where it lies, how long it is, and where it is in this process.
     name : str
-        Shape and dtype of what was mapped last, for messages.
+        What was mapped last, for messages.
     ever, recent : Mapped
         What views of the buffer cover, of all that were mapped, and of those mapped for launch number `launch`.
         The rest of the buffer is as unmapped to a kernel as the gaps are.
@@ -121,8 +121,8 @@ class GlobalMemory:
             self._of_thread.next = number = next(self._numbers)
             return number
 
-    def map(self, array: np.ndarray) -> int:
-        """The address of an array's first element.
+    def map(self, array: np.ndarray, name: str = "") -> int:
+        """The address of an array's first element; messages call it by its name, or by its dtype and shape.
 
         The array is used in place: stores change it, and views of one buffer alias. To the
         next launch only the bytes between its lowest and its highest element are accessible, and only for
@@ -133,7 +133,7 @@ class GlobalMemory:
             segment = self._by_root.get(id(root))
             if segment is None or not segment.alive:
                 segment = self._add(root)
-            segment.name = f"{array.dtype} array of shape {array.shape}"
+            segment.name = name or f"{array.dtype} array of shape {array.shape}"
             span = (segment.base + low - segment.host, segment.base + high - segment.host) if array.size else None
             segment.map(span, array.flags.writeable, self._next_launch())
         return segment.base + array.ctypes.data - segment.host

@@ -66,8 +66,8 @@ class LaunchReport:
 
     Attributes
     ----------
-    kernel, grid, block, arch
-        What was launched, for which architecture it was compiled.
+    kernel, grid, block, arch, check
+        What was launched, for which architecture it was compiled, whether memory traffic was counted.
     seconds : float
         Time the emulation took.
     total : Counters
@@ -84,8 +84,11 @@ class LaunchReport:
         Floating-point operations of matrix instructions.
     """
 
-    def __init__(self, program: Program, kernel: str, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
+    def __init__(
+        self, program: Program, kernel: str, grid: tuple[int, int, int], block: tuple[int, int, int], check: bool
+    ) -> None:
         self.kernel, self.grid, self.block, self.arch = kernel, grid, block, program.target
+        self.check = check
         self.seconds = 0.0
         self.barriers = 0
         self.flops = 0
@@ -171,14 +174,19 @@ class LaunchReport:
     def __str__(self) -> str:
         total = self.total
         classes = ", ".join(f"{kind} {n}" for kind, n in sorted(self.instructions.items(), key=lambda i: -i[1]))
+        moved = shared = "not counted without check=True"
+        if self.check:
+            moved = (
+                f"{total.global_requests} requests, {total.global_sectors} sectors, "
+                f"{total.efficiency:.0%} of the bytes moved were asked for"
+            )
+            shared = f"{total.shared_requests} requests, {total.shared_conflicts} extra cycles for bank conflicts"
         return "\n".join(
             (
                 f"{self.kernel} grid {self.grid} block {self.block} {self.arch}: {self.seconds:.3f} s emulated",
                 f"  warp instructions   {total.instructions} ({classes})",
-                f"  global memory       {total.global_requests} requests, {total.global_sectors} sectors, "
-                f"{total.efficiency:.0%} of the bytes moved were asked for",
-                f"  shared memory       {total.shared_requests} requests, {total.shared_conflicts} extra cycles "
-                "for bank conflicts",
+                f"  global memory       {moved}",
+                f"  shared memory       {shared}",
                 f"  divergent branches  {total.divergent}",
                 f"  barriers            {self.barriers}",
                 f"  tensor-core FLOPs   {self.flops}",
