@@ -49,11 +49,11 @@ class _InputGradient(LowRankProduct):
         self._of_thread.dy, _ = made = super().y_workspace(device, shape)
         return made
 
-    def parts_of_y(self, device, rows: int, rank: int) -> int:
+    def parts_of_y(self, device, y, rank: int) -> int:
         own = self._of_thread
         if not own.wants_parts:
             return 0
-        own.parts = _parts_of(device, rows, rank)
+        own.parts = _parts_of(device, y.size // y.shape[-1], rank)
         return device.pointer(own.parts)
 
     def launch_beside(self, blocks: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -68,12 +67,12 @@ class LowRankProduct(Base):
         if plan.config.rides:
             return OnHopper(plan, shape, lambda _, addresses: ((self._scaling_of_16_bits, *addresses[count:]), None))
         (device, inputs, M, _, K, extents, _), y_row = described, row_of_y(rank)
-        blocks = plan.config.beside
+        y_shape, blocks = (*request.arrays["a"].shape[:-1], y_row), plan.config.beside
         step = NarrowProduct(device, inputs["a"], a, M, K, rank, extents, y_row, blocks)
 
-        def tail(operands: tuple, addresses: list) -> tuple[tuple, object]:
-            y, y_address = self.y_workspace(device, (*operands[0].shape[:-1], y_row))
-            parts = self.parts_of_y(device, math.prod(operands[0].shape[:-1]), rank)
+        def tail(_, addresses: list) -> tuple[tuple, object]:
+            y, y_address = self.y_workspace(device, y_shape)
+            parts = self.parts_of_y(device, y, rank)
             step.run(addresses[0], addresses[count], y_address, self.launch_beside(blocks), parts)
             return (self._scaling_of_16_bits, *addresses[count:], y_address, y_row), y
 
@@ -87,8 +86,8 @@ class LowRankProduct(Base):
         """Return where x @ a goes, and its address."""
         return self.workspace(device, shape, dtypes.numpy("float32"))
 
-    def parts_of_y(self, device, rows: int, rank: int) -> int:
-        """Return where x @ a is to go once more, as `_lora_sm90.row_of_parts` has it; 0 for nowhere."""
+    def parts_of_y(self, device, y, rank: int) -> int:
+        """Return where y = x @ a is to go once more, as `_lora_sm90.row_of_parts` has it; 0 for nowhere."""
         return 0
 
     def launch_beside(self, blocks: int) -> bool:
@@ -117,9 +116,10 @@ class LowRankProduct(Base):
         else:
             kernel = READING[problem.kind].kernel(device, **choices, lora_a_k_major=True, access_lora_a=16)
             y_row = row_of_y(rank)
+            y_shape = (*request.arrays["a"].shape[:-1], y_row)
 
             def tail(operands: tuple, addresses: list) -> tuple[bytes, object]:
-                y, y_address = self.y_workspace(device, (*operands[0].shape[:-1], y_row))
+                y, y_address = self.y_workspace(device, y_shape)
                 self._step((operands[0], operands[len(ROLES)], y[..., :rank], *NOTHING[1:]))
                 numbers = (y_address, *strides, y_row, rank, self._scaling_of_16_bits)
                 return LOW_RANK.pack(*addresses[len(ROLES) :], *numbers), y
