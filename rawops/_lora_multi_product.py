@@ -169,7 +169,7 @@ class MultiProduct(Base):
         capacity = _capacity(M)
         x_row, x_col = (s // dtype.itemsize for s in x.strides)
         is_aligned = addresses[0] % 16 == 0 and x_col == 1 and K % 8 == 0 and x_row % 8 == 0
-        threads = 256 if M > 16 * device.sm_count else 512  # of a tile of 16 rows: with one an SM at most, it has more
+        threads = 256 if 16 * device.sm_count < M else 512  # of a tile of 16 rows: with one an SM at most, it has more
         choices = {"dtype": dtypes.name(dtype), "is_aligned": is_aligned, "groups": M <= MOST_GROUPED}
         shrink = SHRINK.kernel(device, atoms=2 if slot_rank <= 16 else 4, threads=threads, **choices)
         group = None if M <= MOST_GROUPED else GROUP.kernel(device)
