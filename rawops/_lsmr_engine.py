@@ -276,7 +276,8 @@ class Engine:
             vectors.load(self.hbar, self.h, self._x_partials)
             vectors.shorten(self._x_partials, squares[2:])
             partials = self._x_partials
-            vectors.combine(vectors.constants(-(damp**2), 1), self.h, self.v, partials)
+            square = min(damp * damp, float(np.finfo(self.vectors.dtype).max))  # times 0, infinity would be NaN
+            vectors.combine(vectors.constants(-square, 1), self.h, self.v, partials)
         vectors.shorten(partials, squares[1:2])
         return squares
 

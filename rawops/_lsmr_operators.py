@@ -15,6 +15,7 @@ from rawops._lsmr_columns import SparseColumns
 from rawops._lsmr_kernels import DTYPES, GEMV, THREADS, Pair, Vectors, real_and_parts
 from rawops._runtime import arrays, checks
 from rawops._runtime.checks import fail
+from rawops._sparse_formats import value_dtype
 
 _WARPS_WANTED = 2048  # in flight, for a product to run at the speed of memory
 
@@ -43,7 +44,7 @@ class LinearOperator:
         function = "LinearOperator"
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
             fail(TypeError, function, "shape", "be (m, n)", repr(shape))
-        self.shape = tuple(checks.int_range(function, "shape", extent, 0, 2**63 - 1) for extent in shape)
+        self.shape = _extents(function, "shape", shape)
         for name, product in (("matvec", matvec), ("rmatvec", rmatvec)):
             if not callable(product):
                 fail(TypeError, function, name, "be a function of a vector", repr(product))
@@ -58,6 +59,9 @@ class LinearOperator:
         return self._multiply(True, u, alpha, beta, out)
 
     def _multiply(self, transposed: bool, x, alpha, beta, out):
+        if out is None and beta != 0:
+            name = "rmatvec" if transposed else "matvec"
+            fail(ValueError, f"LinearOperator.{name}", "out", "be given where beta is not 0", "None")
         y = self._products[transposed](x)
         if alpha != 1:
             y = alpha * y
@@ -168,7 +172,13 @@ class PythonProduct:
 
     def __init__(self, function: str, operator) -> None:
         self.function, self.operator = function, operator
-        self.shape, self.dtype = tuple(operator.shape), np.dtype(operator.dtype)
+        for name in ("shape", "dtype"):
+            if not hasattr(operator, name):
+                rule, got = "have shape, dtype, matvec and rmatvec", f"{type(operator).__name__} without {name}"
+                fail(TypeError, function, "A", rule, got)
+        self.shape = _extents(function, "shape of A", operator.shape)
+        self.dtype = np.dtype(operator.dtype)
+        value_dtype(function, "A", self.dtype)
 
     def bind(self, vectors: Vectors) -> PythonProduct:
         bound = PythonProduct(self.function, self.operator)
@@ -317,10 +327,13 @@ def _dense(function: str, A):
         hint = "Pass a SparseMatrix, a GPU array, or an object with shape, dtype, matvec and rmatvec."
         fail(TypeError, function, "A", "be a matrix or an operator", type(A).__name__, hint)
     (A,), _ = arrays.take(function, A=A)
+    value_dtype(function, "A", A.dtype)
     if A.dtype.name not in DTYPES:
-        is_16_bit = A.dtype.name in ("float16", "bfloat16")
-        if not is_16_bit and A.dtype.kind not in "biuf":
-            checks.dtype(function, "A", A, DTYPES)
         with arrays.device_of(function, A=A).current():
-            A = A.astype("float32" if is_16_bit else "float64")
+            A = A.astype("float32" if A.dtype.name in ("float16", "bfloat16") else "float64")
     return A
+
+
+def _extents(function: str, argument: str, shape) -> tuple:
+    """Return a shape as a tuple of ints."""
+    return tuple(checks.int_range(function, argument, extent, 0, 2**63 - 1) for extent in shape)

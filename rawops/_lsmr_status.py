@@ -62,7 +62,7 @@ class Status:
     def _read(self) -> tuple[float, float]:
         if self._norms is None:
             residual, gradient, moved = map(float, arrays.to_host(self._squares))
-            self._norms = math.sqrt(residual + self._settings.damp**2 * moved), math.sqrt(gradient)
+            self._norms = math.hypot(math.sqrt(residual), self._settings.damp * math.sqrt(moved)), math.sqrt(gradient)
         return self._norms
 
     @property

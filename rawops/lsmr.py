@@ -8,6 +8,7 @@ _lsmr_engine.py, what it multiplies with in _lsmr_operators.py.
 from __future__ import annotations
 
 import functools
+import math
 from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,10 +29,11 @@ from rawops._lsmr_operators import (
     product_of,
 )
 from rawops._lsmr_status import Progress, Status
-from rawops._runtime import arrays, checks, dtypes
+from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
 from rawops._runtime.copies import NotCopied
+from rawops._sparse_formats import value_dtype
 from rawops.sparse import SparseMatrix
 
 __all__ = ["LSMR", "DistributedOperator", "LSMRResult", "LinearOperator", "lsmr"]
@@ -130,12 +132,14 @@ class LSMR(NotCopied, instead="Make a new one of A."):
         self.shape = self._product.shape
         numbers = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
         damp, atol, btol, conlim = (_number(self._function, name, value) for name, value in numbers.items())
+        if math.isinf(damp):
+            fail(ValueError, self._function, "damp", "be finite", damp)
         if maxiter is None:
             maxiter = min(self._total_rows(), self.shape[1])
         maxiter = checks.int_range(self._function, "maxiter", maxiter, -(2**53), 2**53)
         self._settings = Settings(damp, atol, btol, 1 / conlim if conlim > 0 else 0.0, maxiter)
         self._capacity = self._kept_vectors(reorthogonalize)
-        if preconditioner is not None and not isinstance(self._product, EmptyProduct):
+        if preconditioner is not None:
             self._product = self._preconditioned(preconditioner)
         self._vectors = checks.choice(self._function, "vectors", vectors, (None, "float64"))
         self._engines: dict[tuple, Engine] = {}
@@ -158,7 +162,7 @@ class LSMR(NotCopied, instead="Make a new one of A."):
             return most
         return min(checks.int_range(self._function, "reorthogonalize", reorthogonalize, 1, 2**31 - 1), most)
 
-    def _preconditioned(self, preconditioner) -> PreconditionedProduct:
+    def _preconditioned(self, preconditioner):
         function = self._function
         if isinstance(preconditioner, str):
             checks.choice(function, "preconditioner", preconditioner, ("column",))
@@ -166,6 +170,8 @@ class LSMR(NotCopied, instead="Make a new one of A."):
         elif not (hasattr(preconditioner, "solve") and hasattr(preconditioner, "rsolve")):
             rule, got = "be 'column' or have solve and rsolve", type(preconditioner).__name__
             fail(TypeError, function, "preconditioner", rule, got)
+        if isinstance(self._product, EmptyProduct):
+            return self._product
         return PreconditionedProduct(function, self._product, preconditioner)
 
     def solve(self, b, x0=None, *, callback: Callable | None = None, history: bool = False, show: bool = False):
@@ -313,7 +319,7 @@ def _vector(function: str, name: str, x, size: int):
         x = x.reshape(1)
     if x.shape not in ((size,), (size, 1)):
         fail(ValueError, function, name, f"have shape ({size},) or ({size}, 1)", f"shape {tuple(x.shape)}")
-    _check_kind(function, name, x)
+    value_dtype(function, name, x.dtype)
     return x if x.ndim == 1 else x[:, 0]
 
 
@@ -322,13 +328,8 @@ def _columns(function: str, name: str, x, size: int, columns: tuple):
     if x.ndim != 2 or x.shape != (size, *columns):
         rule = f"have shape ({size}, {columns[0] if columns else 'any'})"
         fail(ValueError, function, name, rule, f"shape {tuple(x.shape)}")
-    _check_kind(function, name, x)
+    value_dtype(function, name, x.dtype)
     return x
-
-
-def _check_kind(function: str, name: str, x) -> None:
-    if x.dtype.kind not in "biufc" and dtypes.name(x.dtype) != "bfloat16":
-        fail(TypeError, function, name, "hold numbers", f"dtype {x.dtype}")
 
 
 def lsmr(

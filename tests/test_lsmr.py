@@ -1,5 +1,7 @@
 """LSMR against SciPy's, and where SciPy has no answer against dense least squares."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from lsmr_systems import assert_same, counted, put_all, scattered, system, unchecked
@@ -323,6 +325,8 @@ def test_linear_operator_itself(device):
     assert operator.matvec(x, 2.0, 0.0, out) is out
     assert device.get(out).tolist() == [6, 24]
     assert device.get(operator.rmatvec(device.put(np.ones(2)), 1.0, 1.0, device.put(np.ones(3)))).tolist() == [4, 6, 8]
+    with pytest.raises(ValueError, match=r"LinearOperator\.matvec: out must be given where beta is not 0, got None"):
+        operator.matvec(x, 2.0, 1.0)
 
 
 @pytest.mark.skipif(has_gpu(), reason="SciPy's operators multiply NumPy arrays")
@@ -348,6 +352,7 @@ def test_operator_that_returns_nonsense_raises(device):
     ("error", "message", "options"),
     [
         (TypeError, "damp must be a real number, got None", {"damp": None}),
+        (ValueError, "damp must be finite, got inf", {"damp": np.inf}),
         (TypeError, "atol must be a real number, got 'x'", {"atol": "x"}),
         (ValueError, "btol must be a number, got nan", {"btol": np.nan}),
         (TypeError, "callback must be a function of an iteration, got 3", {"callback": 3}),
@@ -379,6 +384,30 @@ def test_mistakes(device, error, message, options):
 def test_mistakes_of_an_operator(message, arguments):
     with pytest.raises(TypeError, match=f"^LinearOperator: {message}"):
         rawops.LinearOperator(*arguments, "float64")
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("A must have shape, dtype, matvec and rmatvec, got SimpleNamespace without dtype", {"dtype": None}),
+        ("shape of A must be an integer, got 4.0", {"shape": (4.0, 3)}),
+        ("A must have dtype float16, .* or an integer type, got float128", {"dtype": np.longdouble}),
+        ("A must have dtype float16, .* or an integer type, got object", {"dtype": object}),
+    ],
+)
+def test_mistakes_of_an_operator_of_another_kind(device, message, changes):
+    given = {"shape": (4, 3), "dtype": float, "matvec": abs, "rmatvec": abs, **changes}
+    operator = SimpleNamespace(**{name: value for name, value in given.items() if value is not None})
+    with pytest.raises(TypeError, match=f"^lsmr: {message}"):
+        rawops.lsmr(operator, device.put(np.ones(4)))
+
+
+@pytest.mark.parametrize("name", ["b", "x0"])
+@pytest.mark.parametrize("dtype", ["longdouble", "U1"])
+def test_vectors_without_a_kernel_are_refused(name, dtype):
+    arguments = {"b": np.ones(3), "x0": np.ones(3), name: np.ones(3, dtype)}
+    with rawops.emulate(), pytest.raises(TypeError, match=f"^lsmr: {name} must have dtype float16, .*, got "):
+        rawops.lsmr(np.eye(3), **arguments)
 
 
 @pytest.mark.parametrize("name", ["A", "b", "x0"])

@@ -192,6 +192,8 @@ def test_preconditioner_object(device, rng):
 def test_preconditioner_mistakes(device, preconditioner, error, message):
     with pytest.raises(error, match=message):
         rawops.lsmr(device.put(np.eye(3)), device.put(np.ones(3)), preconditioner=preconditioner)
+    with pytest.raises(error, match=message):
+        rawops.LSMR(device.put(np.ones((0, 3))), preconditioner=preconditioner)
     operator, _ = counted(device.put(np.eye(3)))
     with pytest.raises(ValueError, match="not be 'column' for an operator"):
         rawops.lsmr(operator, device.put(np.ones(3)), preconditioner="column")
@@ -312,6 +314,13 @@ def test_status_holds_the_true_norms(device, rng, damp, starts):
     assert ours.status.normar == pytest.approx(np.linalg.norm(a.T @ r - damp**2 * (x - x0)))
     assert ours.status.message == "maxiter reached"
     assert not ours.status.converged
+
+
+@pytest.mark.parametrize(("dtype", "damp"), [("float32", 1e30), ("float64", 1e200)])
+def test_status_with_a_damp_whose_square_overflows(device, dtype, damp):
+    ours = rawops.lsmr(device.put(np.eye(3, dtype=dtype)), device.put(np.ones(3, dtype)), damp)
+    assert not device.get(ours.x).any()  # 1e-60 and 1e-400: too small for it
+    assert (ours.istop, ours.status.normr, ours.status.normar) == pytest.approx((2, 3**0.5, 3**0.5))
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,12 @@ def test_errors_reports_size_and_shape():
     assert tolerances.errors(np.empty((0, 3)), np.empty((0, 3)), "float16").within
     with pytest.raises(AssertionError, match="shape"):
         tolerances.assert_close(np.zeros(3), np.zeros((3, 1)), "float16")
+
+
+def test_complex_numbers_are_refused():
+    whole, half = np.array([1 + 2j]), np.array([1.0])
+    for got, reference in ((whole, half), (half, whole)):
+        with pytest.raises(TypeError, match="Cannot cast"):
+            tolerances.errors(got, reference, "float64")
+    with pytest.raises(TypeError, match="Cannot cast"):
+        references.gemm(whole[None], half[None])

@@ -102,7 +102,7 @@ def gemm_magnitude(a, b) -> np.ndarray:
 
 
 def _exact(x) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
+    return np.asarray(x).astype(np.float64, casting="same_kind")  # which raises for complex numbers
 
 
 # --- attention ------------------------------------------------------------------------------------------------------
