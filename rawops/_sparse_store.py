@@ -76,9 +76,8 @@ class Store:
             rows = self.rows[not way]
             xp = formats.module_of(rows.indices)
             indptr = formats.pointers(xp, rows.indices, rows.shape[1])
-            self.profiles[way] = profile(
-                self.device, Rows(rows.data, rows.indices, indptr, rows.shape[::-1]), is_kept=False
-            )
+            found = profile(self.device, Rows(rows.data, rows.indices, indptr, rows.shape[::-1]), is_kept=False)
+            self.profiles[way] = found._replace(bandwidth=self.profiles[not way].bandwidth)
         return self.profiles[way]
 
     def update(self, data) -> None:

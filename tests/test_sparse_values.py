@@ -102,6 +102,7 @@ def test_profile_and_plan(device):
     one = made.put(device, dual=False)
     for transposed in (A.T.profile, one.T.profile):
         assert (transposed.rows, transposed.max, transposed.empty) == (40, columns.max(), (columns == 0).sum())
+    assert one.T.profile.bandwidth == one.profile.bandwidth == A.profile.bandwidth
     assert A.plan.dual and not one.plan.dual and one.plan.rmatvec.kernel == "scatter"
     formats = 253 * 8 + 101 * 4, 253 * 8 + 41 * 4
     tiles = 16  # one tile of A; the columns need none
