@@ -43,11 +43,11 @@ class Status:
     Attributes
     ----------
     message : str
-        What `istop` means.
+        What `istop` means, and of a 0 that `maxiter` of 0 or less has brought about, that.
     normr, normar : float
         True norms of b - A x (damped: with damp (x - x0) below it) and of A^H r - damp^2 (x - x0).
     converged : bool
-        The stop code says solved (0, 1, 2, 4 or 5) and the true norms agree.
+        The stop code says solved (0, but not by `maxiter`, 1, 2, 4 or 5) and the true norms agree.
     is_false : bool
         The stop code says solved, and the true norms do not: for 1 and 4, r is ten times past its limit (with the
         largest singular value seen for ||A||) and A^H r ten times what the recurrences made of it; for 2 and 5, A^H r
@@ -55,7 +55,9 @@ class Status:
     """
 
     def __init__(self, istop: int, report: dict, squares, settings: Settings) -> None:
-        self.istop, self.message = istop, MESSAGES[istop]
+        self.istop = istop
+        self._is_unsolved = istop == 0 and report["normb"] != 0 and report["normar"] != 0  # no iteration was allowed
+        self.message = MESSAGES[7 if self._is_unsolved else istop]
         self._report, self._squares, self._settings = report, squares, settings
         self._norms: tuple[float, float] | None = None
 
@@ -87,7 +89,7 @@ class Status:
 
     @property
     def converged(self) -> bool:
-        return self.istop in (0, 1, 2, 4, 5) and not self.is_false
+        return self.istop in (0, 1, 2, 4, 5) and not self._is_unsolved and not self.is_false
 
     def __str__(self) -> str:
         text = f"istop {self.istop}: {self.message}; true ||r|| {self.normr:.4g}, ||A^H r|| {self.normar:.4g}"

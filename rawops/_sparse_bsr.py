@@ -70,7 +70,7 @@ class BSRMatrix(NotCopied, instead="Make a new one by to_bsr() of a SparseMatrix
             data = data.astype(formats.value_dtype(function, "data", data.dtype), copy=False)
             grid = _grid(function, shape, data.shape[2])
             numbers = formats.module_of(data).arange(data.shape[0], dtype=np.int32)
-            rows = formats.from_compressed(function, device, numbers, indices, indptr, grid, "row")
+            rows = formats.from_compressed(function, device, numbers, indices, indptr, grid, "block row")
             return cls._of_blocks(
                 function, device, data[: rows.nnz], formats.row_numbers(rows), rows.indices, shape, "indices"
             )
@@ -96,6 +96,8 @@ class BSRMatrix(NotCopied, instead="Make a new one by to_bsr() of a SparseMatrix
             checks.fail(ValueError, function, "columns", "be integers (rows / block, width)", got)
         block_rows, width = columns.shape
         block = shape[0] // max(block_rows, 1)
+        if shape[0] == block_rows == 0:  # only the width tells, if anything does
+            block = sum(data.shape[1:]) // max(width, 1) or BLOCKS[0]
         grid = _grid(function, shape, block)
         checks.shape(function, "columns", columns, (grid[0], width))
         checks.shape(function, "data", data, (shape[0], width * block))

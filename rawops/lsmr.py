@@ -48,13 +48,15 @@ def _product(function: str, A):
 
 
 def _sparse_matrix(function: str, A):
-    """Return a SparseMatrix of CuPy's sparse matrix, or under emulation of SciPy's."""
-    if type(A).__module__.partition(".")[0] == "cupyx":
-        return SparseMatrix.from_cupy(A)
-    if devices.emulated() is None:
+    """Return a SparseMatrix of CuPy's sparse matrix, or under emulation of SciPy's; of integers in float64."""
+    is_cupys = type(A).__module__.partition(".")[0] == "cupyx"
+    if not is_cupys and devices.emulated() is None:
         hint = "Move it with rawops.SparseMatrix.from_scipy(A), once for all solves."
         fail(TypeError, function, "A", "be on the GPU", f"SciPy's {type(A).__name__}", hint)
-    return SparseMatrix.from_scipy(A)
+    if A.dtype.kind in "biu":
+        with arrays.current_of(A):
+            A = A.astype("float64")
+    return (SparseMatrix.from_cupy if is_cupys else SparseMatrix.from_scipy)(A)
 
 
 class LSMRResult(namedtuple("LSMRResult", "x istop itn normr normar norma conda normx")):

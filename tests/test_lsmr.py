@@ -146,6 +146,9 @@ def test_maxiter_0_reports_the_residual(device):
     a, b = device.put(np.diag([1.0, 2, 3])), device.put(np.array([1.0, 2, 3]))
     ours = rawops.lsmr(a, b, maxiter=0)
     assert ours.normr == pytest.approx(14**0.5)
+    assert (ours.istop, ours.status.message, ours.status.converged) == (0, "maxiter reached", False)
+    for solved in (rawops.lsmr(a, 0 * b, maxiter=0), rawops.lsmr(a, b, maxiter=0, x0=device.put(np.ones(3)))):
+        assert solved.status.message == "x = x0 (or 0) is the solution" and solved.status.converged
     ours = rawops.lsmr(a, b, maxiter=0, x0=device.put(np.array([1.0, 1, 0])))
     assert device.get(ours.x).tolist() == [1, 1, 0]
     assert ours.normr == pytest.approx(3)
@@ -263,6 +266,9 @@ def test_sparse_matrix_of_the_library_at_hand(device, rng):
         with pytest.raises(TypeError, match=r"A must be on the GPU, got SciPy's .*SparseMatrix\.from_scipy"):
             rawops.lsmr(a, device.put(b))
     assert_same(device, rawops.lsmr(theirs, device.put(b), maxiter=3), scipy_lsmr(a, b, maxiter=3))
+    whole = (abs(theirs) > 0.5), (abs(a) > 0.5).astype(float)
+    ours = rawops.lsmr(whole[0], device.put(b.astype(np.float32)), maxiter=3)
+    assert_same(device, ours, scipy_lsmr(whole[1], b.astype(np.float32), maxiter=3))
 
 
 def test_sparse_b(device, rng):
