@@ -177,8 +177,9 @@ class PythonProduct:
                 rule, got = "have shape, dtype, matvec and rmatvec", f"{type(operator).__name__} without {name}"
                 fail(TypeError, function, "A", rule, got)
         self.shape = _extents(function, "shape of A", operator.shape)
-        self.dtype = np.dtype(operator.dtype)
-        value_dtype(function, "A", self.dtype)
+        dtype = np.dtype(operator.dtype)
+        value_dtype(function, "A", dtype)
+        self.dtype = np.dtype("float64") if dtype.kind in "biu" else dtype
 
     def bind(self, vectors: Vectors) -> PythonProduct:
         bound = PythonProduct(self.function, self.operator)

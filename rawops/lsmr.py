@@ -293,7 +293,7 @@ class LSMR(NotCopied, instead="Make a new one of A."):
         shape = _vector if names[0] == "b" else functools.partial(_columns, columns=b.shape[1:])
         b, x0 = shape(function, names[0], b, m), None if x0 is None else shape(function, names[1], x0, n)
         inexact = [x.dtype for x in (self._product, b, x0) if x is not None and x.dtype.kind not in "biu"]
-        wide = (np.result_type(own, "float32") for own in inexact or ["float64"])  # no type has both kinds of 16 bits
+        wide = (np.result_type(own, "float32") for own in inexact)  # no type has both kinds of 16 bits
         dtype = np.result_type(*wide, self._vectors or "float32")
         with device.current():
             b, x0 = (x if x is None else x.astype(dtype, copy=False) for x in (b, x0))

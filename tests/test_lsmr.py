@@ -268,7 +268,7 @@ def test_sparse_matrix_of_the_library_at_hand(device, rng):
     assert_same(device, rawops.lsmr(theirs, device.put(b), maxiter=3), scipy_lsmr(a, b, maxiter=3))
     whole = (abs(theirs) > 0.5), (abs(a) > 0.5).astype(float)
     ours = rawops.lsmr(whole[0], device.put(b.astype(np.float32)), maxiter=3)
-    assert_same(device, ours, scipy_lsmr(whole[1], b.astype(np.float32), maxiter=3))
+    assert_same(device, ours, scipy_lsmr(whole[1], b.astype(np.float32).astype(float), maxiter=3))
 
 
 def test_sparse_b(device, rng):
@@ -321,6 +321,12 @@ def test_operator_of_python_functions(device, rng):
     assert_same(device, ours, scipy_lsmr(a, b))
     assert calls["matvec"] <= ours.itn + 3  # two ahead, one for the true residual
     assert calls["rmatvec"] <= ours.itn + 4
+
+
+def test_operator_of_integers(device):
+    operator = rawops.LinearOperator((3, 3), lambda x: 2 * x, lambda u: 2 * u, int)
+    ours = rawops.lsmr(operator, device.put(np.ones(3, np.float32)))
+    assert ours.x.dtype == "float64" and device.get(ours.x).tolist() == [0.5] * 3
 
 
 def test_linear_operator_itself(device):

@@ -82,6 +82,11 @@ def test_statistics(name):
     assert {key: found[key] for key in want} == pytest.approx(want, rel=0.08)
 
 
+def test_power_law_of_few_rows():
+    lengths = np.diff(matrices.power_law(np, 10).indptr)
+    assert (lengths >= 1).all() and (lengths <= 10).all()
+
+
 def test_a_dense_row_is_full():
     a = matrices.dense_row(np, 8)
     lengths = np.diff(a.indptr)

@@ -188,7 +188,7 @@ def circuit(xp, size: int = 682_862, drawn=(590_000, 395_000, 31_000), mean: flo
 
 def power_law(xp, size: int = 2_000_000, mean: float = 16, seed: int = 1) -> Csr:
     """Rows of Pareto lengths (1.3), columns that crowd at low numbers; the longest row has 1/20 of the columns."""
-    lengths = xp.minimum(xp.maximum(uniform(xp, size, seed), 1e-12) ** (-1 / 1.3), size // 20)
+    lengths = xp.minimum(xp.maximum(uniform(xp, size, seed), 1e-12) ** (-1 / 1.3), max(size // 20, 1))
     lengths = xp.maximum(1, lengths * mean / lengths.mean()).astype(np.int64)
     row, _ = _spread(xp, lengths)
     col = (uniform(xp, row.size, seed + 1) ** 2 * size).astype(np.int64)
