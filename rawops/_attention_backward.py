@@ -162,9 +162,8 @@ def backward(
     dropout: Dropout | None,
 ) -> tuple:
     """Check a call and run it; see rawops.flash_attention_backward."""
-    for name in ("dout", "q", "k", "v", "out", "lse", *(("cu_seqlens_q", "cu_seqlens_k") if varlen else ())):
-        if named[name] is None:
-            checks.fail(TypeError, function, name, "be an array", "None")
+    required = ("dout", "q", "k", "v", "out", "lse", *(("cu_seqlens_q", "cu_seqlens_k") if varlen else ()))
+    checks.arrays_given(function, **{name: named[name] for name in required})
     values, give = arrays.take(function, _GRADIENTS, **named)
     named = dict(zip(named, values, strict=True))
     device = arrays.device_of(function, **named)

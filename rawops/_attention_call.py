@@ -179,9 +179,7 @@ class Attention:
 
     def _check_given(self, named: dict) -> None:
         required = self.required if self.varlen is None else (*self.required, "cu_seqlens_q", "cu_seqlens_k")
-        for name in required:
-            if named[name] is None:
-                checks.fail(TypeError, self.function, name, "be an array", "None")
+        checks.arrays_given(self.function, **{name: named[name] for name in required})
 
     def _launch_of(self, key: list, operands: tuple, addresses: list) -> Launch:
         frozen = tuple(key)

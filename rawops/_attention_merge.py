@@ -74,9 +74,7 @@ def merge_parts(device, dtype: str, shape: tuple, lse_shape: tuple, axes: tuple,
 def merge_states(function: str, out_a, lse_a, out_b, lse_b) -> tuple:
     """Merge two results; see rawops.merge_attention_states."""
     named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    for name, x in named.items():
-        if x is None:
-            checks.fail(TypeError, function, name, "be an array", "None")
+    checks.arrays_given(function, **named)
     (out_a, lse_a, out_b, lse_b), give = arrays.take(function, **named)
     device = arrays.device_of(function, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     dtype = checks.dtype(function, "out_a", out_a, DTYPES)

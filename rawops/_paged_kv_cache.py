@@ -369,9 +369,7 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         if len(counts) != len(names) or any(n < 0 for n in counts):
             rule = f"be {len(names)} numbers from 0 up, one a sequence"
             checks.fail(ValueError, function, "counts", rule, list(counts))
-        for name, x in (("k", k), ("v", v)):
-            if x is None:
-                checks.fail(TypeError, function, name, "be an array", "None")
+        checks.arrays_given(function, k=k, v=v)
         (k, v), _ = arrays.take(function, k=k, v=v)
         device = arrays.device_of(function, pages=self.pages, k=k, v=v)
         expected = (sum(counts), self.num_kv_heads, self.head_dim)

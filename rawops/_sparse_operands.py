@@ -17,9 +17,8 @@ ZERO = (0.0, 0.0, 0)  # a factor as the kernels take it: real, imaginary, addres
 
 def operands(function: str, device, x, out, shape: tuple) -> tuple:
     """Return x, of a shape in which None is any, and out as device arrays, and what gives the result back."""
+    checks.arrays_given(function, x=x)
     (x, out), give = arrays.take(function, x=x, out=out)
-    if x is None:
-        checks.fail(TypeError, function, "x", "be an array", "None")
     on_device(function, device, arrays.device_of(function, x=x, out=out), "x")
     if x.ndim != len(shape) or x.shape[0] != shape[0]:
         wanted = f"({shape[0]},)" if len(shape) == 1 else f"({shape[0]}, any)"
@@ -29,9 +28,7 @@ def operands(function: str, device, x, out, shape: tuple) -> tuple:
 
 def taken(function: str, **named) -> tuple:
     """Return the device of some arrays, none of which may be missing, and the arrays."""
-    for name, x in named.items():
-        if x is None:
-            checks.fail(TypeError, function, name, "be an array", "None")
+    checks.arrays_given(function, **named)
     found, _ = arrays.take(function, **named)
     return arrays.device_of(function, **dict(zip(named, found, strict=True))), found
 

@@ -83,9 +83,7 @@ class Op:
         return plan, addresses
 
     def _check_given(self, function: str, operands: tuple) -> None:
-        for name, x in zip(self.names[: self.required], operands, strict=False):
-            if x is None:
-                checks.fail(TypeError, function, name, "be an array", "None")
+        checks.arrays_given(function, **dict(zip(self.names[: self.required], operands, strict=False)))
 
 
 def keep_apart(operands: tuple, written: int, others: tuple[int, ...], same: int | None = None) -> tuple:

@@ -73,6 +73,13 @@ def number(function: str, argument: str, value) -> float:
     return fail(ValueError, function, argument, "fit a float", f"a larger {type(value).__name__}")
 
 
+def arrays_given(function: str, **named) -> None:
+    """Raise TypeError for an array that is missing."""
+    for name, x in named.items():
+        if x is None:
+            fail(TypeError, function, name, "be an array", "None")
+
+
 def output(function: str, argument: str, x) -> None:
     """Raise unless array `x` can be written, and no two of its entries share memory."""
     if isinstance(x, np.ndarray) and not x.flags.writeable:
