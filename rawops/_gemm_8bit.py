@@ -139,13 +139,14 @@ def _check_scales(request: Request, sizes: Sizes, dtype: str) -> None:
         "scale_d": ((1,), (1,), ""),
     }
     for role, (rows, cols, rule) in fits.items():
-        x = request.arrays[role]
-        if x is None:
+        given = request.arrays[role]
+        if given is None:
             continue
+        x = as_matrix(role, given)
         checks.dtype(request.function, role, x, ("float32",))
         rule = f"have one entry or shape {rule}" if rule else "have one entry"
         if x.size != 1 and not (x.ndim >= 2 and x.shape[-2] in rows and x.shape[-1] in cols):
-            request.fail(ValueError, role, rule, f"shape {tuple(x.shape)}")
+            request.fail(ValueError, role, rule, f"shape {tuple(given.shape)}")
         if x.size != 1 and not _broadcasts(x.shape[:-2], sizes.batch):
             request.fail(
                 ValueError, role, f"have batch axes that broadcast to {sizes.batch}", f"shape {tuple(x.shape)}"
@@ -233,10 +234,6 @@ class ScaledProduct(Product):
             _check_whole(self.function, alpha=alpha, beta=beta)
         return super()._run(launch, operands, addresses, alpha, beta)
 
-    def prepare(self, device, operands: tuple, addresses: list) -> Launch:
-        scales = [as_matrix(role, x) for role, x in zip(SCALES_OF, operands[len(ROLES) :], strict=True)]
-        return super().prepare(device, (*operands[: len(ROLES)], *scales), addresses)
-
     def check(self, request: Request) -> tuple[str, str, Sizes]:
         dtype, out_dtype, sizes = check(request, self.types)
         _check_scales(request, sizes, dtype)
@@ -256,6 +253,8 @@ class ScaledProduct(Product):
         return {x.dtype.name for x in given if x is not None} - {"float32"}
 
     def _steps(self, device, request: Request, dtype: str, out_dtype: str, sizes: Sizes):
+        matrices = {role: as_matrix(role, request.arrays[role]) for role in SCALES_OF}
+        request = replace(request, arrays=request.arrays | matrices)
         described = describe(request, sizes, out_dtype)
         folded = fold_batch(described, sizes)
         if folded is None:

@@ -80,7 +80,8 @@ def lora_linear(
     bias : array (N,), optional
         Added to every row before the activation.
     residual : array broadcastable to the result, optional
-        Added after the activation. `bias` and `residual` have the inputs' dtype, or float32 beside 16-bit inputs.
+        Of two axes at least. Added after the activation. `bias` and `residual` have the inputs' dtype, or float32
+        beside 16-bit inputs.
     activation : {None, "relu", "gelu", "gelu_tanh", "silu", "swiglu"}
         As for `rawops.gemm`: "swiglu" returns N/2 columns.
     out : array, optional

@@ -362,7 +362,7 @@ WRONG = [
     (ValueError, r"scale_b must have one entry or shape \(8,\) for columns", {"scale_b": np.ones((2, 8), np.float32)}),
     (ValueError, "scale_b must have batch axes", {"scale_b": np.ones((2, 1, 8), np.float32)}),
     (ValueError, "scale_d must be None for a bfloat16 result", {"scale_d": 2.0}),
-    (ValueError, "scale_d must have one entry", {"scale_d": np.ones(8, np.float32), "out_dtype": E4M3}),
+    (ValueError, r"scale_d must have one entry, got shape \(8,\)", {"scale_d": np.ones(8, FLOAT32), "out_dtype": E4M3}),
     (ValueError, "split_k must be None for 8-bit operands", {"split_k": 2}),
     (ValueError, "precision must be None for float8_e4m3fn", {"precision": "tf32"}),
     (ValueError, "zero_b must be None without b_dtype", {"zero_b": np.ones(8, np.float32)}),
