@@ -91,7 +91,7 @@ class SplitKeys:
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything about a call that does not change while its key stays the same; `run` is None without rows or keys."""
+    """Everything about a call that does not change while its key stays the same; `run` is None with nothing to do."""
 
     device: object
     out_shape: tuple[int, ...]
@@ -213,10 +213,6 @@ class Attention:
             addresses[_LSE] = launch.device.pointer(lse)
         if launch.run is not None:
             launch.run(addresses, packed(self.function, dropout, launch.device))
-        elif out.size:
-            out[...] = 0
-            if lse is not None:
-                lse[...] = -np.inf
         return (out, lse) if self.options.return_lse else out
 
     def workspace(self, device, shapes: tuple) -> tuple:
@@ -266,8 +262,7 @@ class Attention:
             return launch
         if self._is_aside(named, addresses, sizes):
             return replace(launch, aside=True)
-        steps = self._steps(device, named, addresses, sizes)
-        return replace(launch, run=steps and steps.run)
+        return replace(launch, run=self._steps(device, named, addresses, sizes).run)
 
     def _is_aside(self, named: dict, addresses: list, sizes: Sizes) -> bool:
         """Tell whether out is one that the float8 kernel cannot write to, but a dense result it can."""
@@ -276,7 +271,6 @@ class Attention:
         return not _attention_sm90.movable(self._views(named, addresses, sizes)["out"])
 
     def _steps(self, device, named: dict, addresses: list, sizes: Sizes):
-        """Return the launches; None for float8 without keys, which no tensor map describes."""
         options = self.options
         read = zip("qkv", addresses, strict=False)
         is_8bit = named["q"].dtype.name == FLOAT8
@@ -285,10 +279,12 @@ class Attention:
         out_dtype = "bfloat16" if named["out"] is None else named["out"].dtype.name
         out_dtype = out_dtype if is_8bit else problem.dtype
         hopper = self._on_hopper(device, named, addresses, sizes, problem, out_dtype)
+        if hopper is None and is_8bit:
+            self._refuse_8bit(device, named, sizes, problem)
+            # without keys the queries do not matter: the other kernel is told that they have no columns
+            sizes, problem = replace(sizes, head_dim=0), replace(problem, dtype=out_dtype, head_dim=0)
         if hopper is not None:
             splits, launch = hopper.plan.config.splits, hopper
-        elif is_8bit:
-            return self._refuse_8bit(device, named, sizes, problem)
         else:
             chosen = config.select_config(problem, device.sm_count, device.max_shared_bytes, options.num_splits)
             splits, launch = chosen.splits, self._one_kernel(device, named, sizes, problem, chosen, addresses[_OUT])
@@ -357,7 +353,7 @@ class Attention:
         fields |= {"packed": chosen.packed, "row_tiles": chosen.row_tiles} | _parts(sizes, chosen.splits)
         out_strides = dense(sizes.out, sizes.axes) if is_partial else self._out_strides(named, sizes)
         fields |= {f"out_{axis}": s for axis, s in zip(AXES, out_strides, strict=True)}
-        itemsize = 4 if is_partial else named["q"].dtype.itemsize
+        itemsize = 4 if is_partial else dtypes.itemsize(problem.dtype)
         fields["out_pairs"] = _width_of_out(0 if is_partial else address, sizes.out, out_strides, itemsize)
         shape = config.SHAPE.pack(*(fields.get(name, 0) for name in config.SHAPE.fields))
         units = chosen.splits * (sizes.heads // chosen.packed) * (sizes.batches + (self.varlen is not None))
