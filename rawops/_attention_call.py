@@ -172,10 +172,14 @@ class Attention:
         return tuple(give(x) for x in result) if isinstance(result, tuple) else give(result)
 
     def _check_values(self, operands: tuple) -> None:
-        if self.varlen is not None and settings.current().check:
-            named = dict(zip(ROLES, operands, strict=True))
-            self._check_given(named)
-            check_values(self.function, named, sizes_of(self.function, named, self.varlen, _FORWARD), self.varlen)
+        has_scales = operands[_SCALES] is not None or operands[_SCALES + 1] is not None
+        if not (self.varlen or has_scales) or not settings.current().check:
+            return
+        named = dict(zip(ROLES, operands, strict=True))
+        self._check_given(named)
+        sizes = sizes_of(self.function, named, self.varlen, _FORWARD)
+        check_scales(self.function, named, sizes)
+        check_values(self.function, named, sizes, self.varlen)
 
     def _check_given(self, named: dict) -> None:
         required = self.required if self.varlen is None else (*self.required, "cu_seqlens_q", "cu_seqlens_k")

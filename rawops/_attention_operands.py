@@ -117,8 +117,17 @@ def access_of(x, address: int) -> int:
     return next(width for width in (16, 8, 4, 2) if width == itemsize or not any(step % width for step in steps))
 
 
-def check_values(function: str, named: dict, sizes: Sizes, varlen: Layout) -> None:
-    """With RAWOPS_CHECK=1: raise for cu_seqlens that bound no sequences of these lengths; waits for the device."""
+def check_values(function: str, named: dict, sizes: Sizes, varlen: Layout | None) -> None:
+    """With RAWOPS_CHECK=1: raise for cu_seqlens that bound no sequences of these lengths, and for negative scales.
+
+    It waits for the device.
+    """
+    for name in ("scale_q", "scale_k"):
+        scale = named.get(name)
+        if scale is not None and (scale < 0).any():
+            checks.fail(ValueError, function, name, "not be negative", float(scale.min()))
+    if varlen is None:
+        return
     limits = {"q": (sizes.total_q, varlen.max_seqlen_q), "k": (named["k"].shape[0], varlen.max_seqlen_k)}
     for name, (total, longest) in limits.items():
         found = [int(x) for x in named[f"cu_seqlens_{name}"]]

@@ -111,8 +111,8 @@ def check_pages(
 ) -> None:
     """With RAWOPS_CHECK=1: raise for lengths past the table and for ids of pages that are used and do not exist.
 
-    Pages are used from the first key on that the window shows to the first query. The first `skipped` keys of each
-    sequence are not in the table.
+    Pages are used from the first key on that the window shows to the first query, and none without queries. The first
+    `skipped` keys of each sequence are not in the table.
     """
     lengths, table = arrays.to_host(seq_lens) - skipped, arrays.to_host(block_table)
     queries = [1] * len(lengths) if cu_seqlens_q is None else np.diff(arrays.to_host(cu_seqlens_q))
@@ -122,7 +122,7 @@ def check_pages(
             rule = f"be between 0 and {table.shape[1] * page_size} (max_pages * page_size)"
             checks.fail(ValueError, function, f"seq_lens[{b}]", rule, int(length))
         first = max(int(length) - int(queries[b]) - window_left, 0)
-        used = table[b, first // page_size : -(-int(length) // page_size)]
+        used = table[b, first // page_size : -(-int(length) // page_size) if queries[b] else 0]
         bad = used[(used < 0) | (used >= pages.shape[0])]
         if bad.size:
             rule = f"hold page ids {checks.places(pages.shape[0], 'pages')}"

@@ -90,7 +90,7 @@ def flash_attention(
         Where the result goes; of q's dtype. Where it overlaps an input, the result is computed aside and copied.
     scale_q, scale_k, scale_v : array () or (heads,) or (batch, heads), optional
         float32, what float8 operands are multiplied by, one for each of their heads; 1 if left out. Those of q and k
-        may be 0, and must not be negative.
+        may be 0, and must not be negative, for which RAWOPS_CHECK=1 raises.
     dropout_p : float
         From 0 to under 1, in steps of 2^-16: the share of weights that become 0; the others are divided by the share
         that stays. `lse` is of all weights.

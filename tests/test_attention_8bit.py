@@ -209,6 +209,10 @@ def test_checks_of_values(hopper, rng, monkeypatch):
     assert (hopper.get(flash_attention_varlen(x, x, x, right, right, 2, 2)) == 1).all()
     with pytest.raises(ValueError, match="cu_seqlens_k must rise from 0 to at most 3"):
         flash_attention_varlen(x, x, x, right, wrong, 2, 2)
+    scale = hopper.put(np.float32([-2]))
+    with pytest.raises(ValueError, match=r"flash_attention: scale_k must not be negative, got -2\.0"):
+        flash_attention(x[None], x[None], x[None], scale_k=scale, scale_v=scale)
+    flash_attention(x[None], x[None], x[None], scale_v=scale)
 
 
 def test_plan(hopper, rng):

@@ -203,7 +203,9 @@ def test_values_are_checked_on_request(device, rng, monkeypatch):
         rawops.paged_attention(q, pages, device.put(table), lens, window=(24, 0))
     with pytest.raises(ValueError, match=r"seq_lens\[1\] must be between 0 and"):
         rawops.paged_attention(q, pages, device.put(p.table), device.put(np.array([1, 10**6], np.int32)))
-    rawops.paged_attention(q, pages, device.put(p.table), lens, cu_seqlens_q=device.put(np.array([0, 0, 1], np.int32)))
+    table = p.table.copy()
+    table[0] = -1  # of a sequence without queries
+    rawops.paged_attention(q, pages, device.put(table), lens, cu_seqlens_q=device.put(np.array([0, 0, 1], np.int32)))
     for offsets in ([1, 1, 2], [0, 2, 1], [0, 1, 3]):
         cu = device.put(np.array(offsets, np.int32))
         with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0 to at most 2, the rows of q"):
