@@ -116,6 +116,17 @@ def test_every_parameter_type_is_told_apart():
     assert [p.size for p in compiled.parameters] == [8, 4, 4, 8, 1, 1, 4, 8, 2, 2, 4]
 
 
+def test_enums_are_what_lies_under_them_and_references_are_told_from_structs():
+    text = (
+        "enum class A : unsigned char {};\nenum class B : long long {};\nenum class C : bool {};\n"
+        "enum D { kFirst = -1 };\nstruct S { char c[3]; };\n"
+        "__global__ void f(A, B, C, D, S, const S& by_reference, int* p) {}\n"
+    )
+    compiled = rawops.Kernel(text, "f").compile("sm_80")
+    assert kinds(compiled) == "uibisrp"
+    assert [(p.size, p.align) for p in compiled.parameters] == [(1, 1), (8, 8), (1, 1), (4, 4), (3, 1), (8, 8), (8, 8)]
+
+
 def test_options_reach_the_compiler_and_the_key(compilations):
     text = "__global__ void f(float (*x)[N]) { x[1][0] = N; }\n"
     with pytest.raises(rawops.CompileError, match='identifier "N" is undefined'):

@@ -177,6 +177,16 @@ def test_a_pointer_is_an_address_too(device):
             kernel(1, 1, (wrong, out))
 
 
+def test_a_reference_is_an_array_and_no_number(device):
+    kernel = rawops.Kernel("__global__ void f(const int& x, int& out) { out = x + 1; }\n", "f")
+    x, out = (device.put(np.full(3, value, np.int32)) for value in (41, 0))
+    kernel(1, 1, (x, out))
+    assert device.get(out).tolist() == [42, 0, 0]
+    for wrong in (41, b"abcd"):
+        with pytest.raises(TypeError, match=r"f: args\[0\] must be an array \(the parameter is a reference\), got"):
+            kernel(1, 1, (wrong, out))
+
+
 def test_arrays_of_the_small_float_types_are_arrays(device):
     kernel = rawops.Kernel("__global__ void copy(const short* x, short* y) { *y = *x; }\n", "copy")
     x, y = (device.put(np.full(1, bits, np.int16)) for bits in (12345, 0))

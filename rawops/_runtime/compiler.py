@@ -32,8 +32,10 @@ _SIGNATURE = "rawops_kernel_signature"
 # The odd names keep out of the way of the source's macros.
 _UNIT = """#include "{name}"
 namespace rawops_signature {{
-template <class T__> struct kind__ {{ enum {{ value__ = __is_enum(T__) ? 'i' : 's' }}; }};
+template <class T__, bool = __is_enum(T__)> struct kind__ {{ enum {{ value__ = 's' }}; }};
+template <class T__> struct kind__<T__, true> : kind__<__underlying_type(T__)> {{}};
 template <class T__> struct kind__<T__*> {{ enum {{ value__ = 'p' }}; }};
+template <class T__> struct kind__<T__&> {{ enum {{ value__ = 'r' }}; }};
 #define RAWOPS_KIND(k__, ...) template <> struct kind__<__VA_ARGS__> {{ enum {{ value__ = k__ }}; }};
 RAWOPS_KIND('b', bool) RAWOPS_KIND('f', float) RAWOPS_KIND('f', double)
 RAWOPS_KIND('i', signed char) RAWOPS_KIND('i', char) RAWOPS_KIND('i', short) RAWOPS_KIND('i', int)
@@ -47,11 +49,13 @@ RAWOPS_KIND('h', __half)
 RAWOPS_KIND('g', __nv_bfloat16)
 #endif
 #undef RAWOPS_KIND
+template <class T__> struct held__ {{ T__ value__; }};  // a reference takes a pointer's bytes
 struct entry__ {{ unsigned char kind__, low__, high__, align__; }};
 template <class T__> struct list__;
 template <class... T__> struct list__<void (*)(T__...)> {{
   entry__ entries__[sizeof...(T__) + 1] = {{
-      {{kind__<T__>::value__, sizeof(T__) & 255, sizeof(T__) >> 8, alignof(T__)}}..., {{0, 0, 0, 0}}}};
+      {{kind__<T__>::value__, sizeof(held__<T__>) & 255, sizeof(held__<T__>) >> 8, alignof(held__<T__>)}}...,
+      {{0, 0, 0, 0}}}};
 }};
 }}
 extern "C" __device__ const rawops_signature::list__<decltype(&{expression})> {signature} = {{}};
@@ -60,7 +64,7 @@ extern "C" __device__ const rawops_signature::list__<decltype(&{expression})> {s
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: kind is p(ointer), i(nt), u(nsigned), f(loat), b(ool), h(alf), g (bfloat16) or s(truct)."""
+    """One parameter: p(ointer), r(eference), i(nt), u(nsigned), f(loat), b(ool), h(alf), g (bfloat16) or s(truct)."""
 
     kind: str
     size: int

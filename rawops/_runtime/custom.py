@@ -40,7 +40,8 @@ class Kernel(ByArguments):
 
     Arguments are converted by the kernel's own parameter types: a Python number becomes the declared C++ type and
     must fit it; a pointer takes an array (its first element; strides are the kernel's business) or an integer
-    address (True is none); a struct by value takes a size-one structured NumPy array or bytes of exactly its size.
+    address (True is none); a reference takes an array; a struct by value takes a size-one structured NumPy array or
+    bytes of exactly its size.
     What the elements of an array are is not compared with the pointer's type: a kernel reads float16 as float if so
     told. A 0-d GPU array given for a number is read on the host, which synchronises. Nothing else does, and launches
     can be captured in a CUDA graph.
@@ -186,10 +187,12 @@ def _is_array(x) -> bool:
 
 def _value(device, kernel: str, name: str, parameter: compiler.Parameter, arg):
     """Convert one argument of a user's kernel to what `Layout.pack` takes."""
-    if parameter.kind == "p":
+    if parameter.kind in "pr":
         if _is_array(arg) or (device.is_emulated and isinstance(arg, np.ndarray)):
             arrays.check_bytes(kernel, name, arg)
             return device.pointer(arg)
+        if parameter.kind == "r":
+            return fail(TypeError, kernel, name, "be an array (the parameter is a reference)", repr(arg))
         if isinstance(arg, numbers.Integral) and not isinstance(arg, bool) and 0 <= arg < 2**64:
             return int(arg)
         return fail(TypeError, kernel, name, "be an array or an address (the parameter is a pointer)", repr(arg))

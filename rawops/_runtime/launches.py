@@ -13,7 +13,7 @@ from rawops._runtime.checks import fail
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_FORMATS = {"p": {8: "Q"}, "b": {1: "?"}, "f": {4: "f", 8: "d"}, "h": {2: "e"}, "g": {2: "2s"}}
+_FORMATS = {"p": {8: "Q"}, "r": {8: "Q"}, "b": {1: "?"}, "f": {4: "f", 8: "d"}, "h": {2: "e"}, "g": {2: "2s"}}
 _FORMATS["i"] = {1: "b", 2: "h", 4: "i", 8: "q"}
 _FORMATS["u"] = {size: code.upper() for size, code in _FORMATS["i"].items()}
 
