@@ -34,6 +34,7 @@ from rawops._runtime import device as devices
 from rawops._runtime.checks import fail
 from rawops._runtime.copies import NotCopied
 from rawops._sparse_formats import value_dtype
+from rawops._sparse_operands import on_device
 from rawops.sparse import SparseMatrix
 
 __all__ = ["LSMR", "DistributedOperator", "LSMRResult", "LinearOperator", "lsmr"]
@@ -288,8 +289,8 @@ class LSMR(NotCopied, instead="Make a new one of A."):
         given = dict(zip(names, (b, x0), strict=True))
         (b, x0), give = arrays.take(function, **given)
         device = arrays.device_of(function, **dict(zip(names, (b, x0), strict=True)))
-        if self._product.device not in (None, device):
-            fail(ValueError, function, names[0], f"be on the device of A ({self._product.device})", str(device))
+        if self._product.device is not None:
+            on_device(function, self._product.device, device, names[0])
         shape = _vector if names[0] == "b" else functools.partial(_columns, columns=b.shape[1:])
         b, x0 = shape(function, names[0], b, m), None if x0 is None else shape(function, names[1], x0, n)
         inexact = [x.dtype for x in (self._product, b, x0) if x is not None and x.dtype.kind not in "biu"]

@@ -115,13 +115,7 @@ class SparseMatrix(NotCopied, instead="Copy or pickle to_scipy(), and make a new
         shape : (rows, columns)
         dual : {True, False, "auto"}
         """
-        function = "SparseMatrix.from_coo"
-        check_dual(function, dual)
-        shape = formats.check_shape(function, shape)
-        device, (data, row, col) = given.taken(function, data=data, row=row, col=col)
-        with device.current():
-            rows, order, starts = formats.from_coordinates(function, device, data, row, col, shape)
-            return cls(Store(device, False, rows, is_dual(device, rows, dual), data.size, order, starts))
+        return cls._from_coordinates("SparseMatrix.from_coo", data, row, col, shape, dual)
 
     @classmethod
     def from_scipy(cls, matrix, *, dual=True) -> SparseMatrix:
@@ -147,12 +141,22 @@ class SparseMatrix(NotCopied, instead="Copy or pickle to_scipy(), and make a new
         if not isinstance(kind, str) or not hasattr(matrix, "tocsr"):
             checks.fail(TypeError, function, "matrix", "be a sparse matrix", type(matrix).__name__)
         if kind == "coo":
-            return cls.from_coo(*map(move, (matrix.data, matrix.row, matrix.col)), matrix.shape, dual=dual)
-        make = cls.from_csc if kind == "csc" else cls.from_csr
+            found = map(move, (matrix.data, matrix.row, matrix.col))
+            return cls._from_coordinates(function, *found, matrix.shape, dual)
         if kind not in ("csr", "csc"):
             with arrays.current_of(matrix):
                 matrix = matrix.tocsr()
-        return make(*map(move, (matrix.data, matrix.indices, matrix.indptr)), matrix.shape, dual=dual)
+        found = map(move, (matrix.data, matrix.indices, matrix.indptr))
+        return cls._from_compressed(function, *found, matrix.shape, dual, kind == "csc")
+
+    @classmethod
+    def _from_coordinates(cls, function: str, data, row, col, shape, dual) -> SparseMatrix:
+        check_dual(function, dual)
+        shape = formats.check_shape(function, shape)
+        device, (data, row, col) = given.taken(function, data=data, row=row, col=col)
+        with device.current():
+            rows, order, starts = formats.from_coordinates(function, device, data, row, col, shape)
+            return cls(Store(device, False, rows, is_dual(device, rows, dual), data.size, order, starts))
 
     @classmethod
     def _from_compressed(cls, function, data, indices, indptr, shape, dual, is_csc: bool) -> SparseMatrix:

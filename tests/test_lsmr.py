@@ -430,6 +430,13 @@ def test_arrays_between_elements_are_refused(device, name):
         rawops.lsmr(**arguments)
 
 
+def test_a_solver_of_another_emulation():
+    with rawops.emulate():
+        solver = rawops.LSMR(np.eye(3))
+    with rawops.emulate(), pytest.raises(ValueError, match=r"^LSMR: b must be on the matrix's device .* emulate\(\)"):
+        solver.solve(np.ones(3))
+
+
 def test_host_arrays_are_refused():
     with pytest.raises((TypeError, ImportError), match=r"cupy\.asarray|emulate"):
         rawops.lsmr(np.eye(3), np.ones(3))

@@ -70,6 +70,8 @@ def test_to_and_from_scipy(device, rng):
             back = view.to_scipy()
             assert back.shape == want.shape
             np.testing.assert_array_equal(back.toarray(), want.astype(np.complex64))
+    with pytest.raises(TypeError, match=r"^SparseMatrix\.from_scipy: shape must be \(rows, columns\), got \(3,\)"):
+        SparseMatrix.from_scipy(sparse.coo_array(np.ones(3)))
     for dtype in ("float16", ml_dtypes.bfloat16):
         made = Coordinates(rng, (12, 8), 3, dtype)
         back = made.put(device).to_scipy()
