@@ -39,6 +39,48 @@ template <class V> __device__ inline V unit_of(V largest) {
 template <class T, int ACCESS, bool kResidual>
 using NormLoad = typename Choose<kResidual, SumOfTwo<T, ACCESS>, OneArray<T, ACCESS>>::Type;
 
+// What a row is normalised by: an entry becomes (entry * unit - mean - rest) * factor.
+template <class V> struct RowNorm {
+    V unit = 1, mean = 0, variance = 0, rest = 0;
+
+    __device__ V distance(V value) const { return value * unit - mean; }
+    __device__ V factor(double eps) const { return V(1) / sqrt(variance + V(eps) * unit * unit); }
+};
+
+// The mean and the variance, in the unit.
+template <bool kCentered, class V, class Row> __device__ inline void measure(RowNorm<V>& norm, const Row& row, V cols) {
+    if constexpr (kCentered) norm.mean = row.sum([&](V value) { return value * norm.unit; }) / cols;
+    norm.variance = row.sum([&](V value) { return norm.distance(value) * norm.distance(value); }) / cols;
+}
+
+// Squares of bfloat16 and float32 overflow from 1e19 on, and vanish below 1e-19: such a row has a unit of its own. eps
+// comes by reference, so that only who asks for it reads it.
+template <bool kCentered, class V, class Row>
+__device__ inline void measure_again(RowNorm<V>& norm, const Row& row, V cols, const double& eps) {
+    constexpr V kTiny = sizeof(V) == 8 ? 1e-280 : 1e-28f;
+    const bool is_lost = !(norm.variance < V(infinity())) || (norm.variance < kTiny && V(eps) == V(0));
+    if (__any_sync(~0u, is_lost)) {
+        V largest = 0;
+        row.each_value([&](V value) { largest = fmax(largest, fabs(value)); });
+        largest = row.team.max(largest);
+        if (is_lost) norm.unit = unit_of(largest);
+        measure<kCentered>(norm, row, cols);
+    }
+}
+
+// Far from 0 a row may vary by less than its mean is rounded by: the distances have a mean of their own. (Rows of 16
+// bits do not.)
+template <class V, class Row> __device__ inline void correct(RowNorm<V>& norm, const Row& row, V cols) {
+    const bool is_far = norm.mean * norm.mean > V(16) * norm.variance;
+    if (__any_sync(~0u, is_far)) {
+        const V found = row.sum([&](V value) { return norm.distance(value); }) / cols;
+        if (is_far) {
+            norm.rest = found;
+            norm.variance = norm.variance > found * found ? norm.variance - found * found : V(0);
+        }
+    }
+}
+
 // kCentered: less the mean.
 template <class T, class W, int ACCESS, int GROUPS, int TEAM, int CLUSTER, bool kCentered, bool kResidual>
 __device__ inline void norm_rows(const NormParams& params) {
@@ -67,40 +109,12 @@ __device__ inline void norm_rows(const NormParams& params) {
     }
 
     const V cols = V(params.shape.cols);
-    V unit = 1, mean = 0, variance = 0;
-    const auto distance = [&](V value) { return value * unit - mean; };
-    auto measure = [&] {
-        if constexpr (kCentered) mean = row.sum([&](V value) { return value * unit; }) / cols;
-        variance = row.sum([&](V value) { return distance(value) * distance(value); }) / cols;
-    };
-    measure();
-    if constexpr (!is_same<T, __half>) {
-        // Squares of bfloat16 and float32 overflow from 1e19 on, and vanish below 1e-19.
-        constexpr V kTiny = sizeof(V) == 8 ? 1e-280 : 1e-28f;
-        const bool is_lost = !(variance < V(infinity())) || (variance < kTiny && V(params.eps) == V(0));
-        if (__any_sync(~0u, is_lost)) {
-            V largest = 0;
-            row.each_value([&](V value) { largest = fmax(largest, fabs(value)); });
-            largest = team.max(largest);
-            if (is_lost) unit = unit_of(largest);
-            measure();
-        }
-    }
-    // Far from 0 a row may vary by less than its mean is rounded by: the distances have a mean of their own. (Rows of
-    // 16 bits do not.)
+    RowNorm<V> norm;
+    measure<kCentered>(norm, row, cols);
+    if constexpr (!is_same<T, __half>) measure_again<kCentered>(norm, row, cols, params.eps);
     constexpr bool kCorrected = kCentered && sizeof(T) >= 4;
-    V rest = 0;
-    if constexpr (kCorrected) {
-        const bool is_far = mean * mean > V(16) * variance;
-        if (__any_sync(~0u, is_far)) {
-            const V found = row.sum(distance) / cols;
-            if (is_far) {
-                rest = found;
-                variance = variance > rest * rest ? variance - rest * rest : V(0);
-            }
-        }
-    }
-    const V factor = V(1) / sqrt(variance + V(params.eps) * unit * unit);
+    if constexpr (kCorrected) correct(norm, row, cols);
+    const V factor = norm.factor(params.eps);
     if (team.exists) {
         T* out = params.out.row<T>(index);
         T* sums = kResidual && params.residual_out.base ? params.residual_out.row<T>(index) : nullptr;
@@ -117,8 +131,8 @@ __device__ inline void norm_rows(const NormParams& params) {
             }
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
-                result[i] = distance(values[i]);
-                if constexpr (kCorrected) result[i] -= rest;
+                result[i] = norm.distance(values[i]);
+                if constexpr (kCorrected) result[i] -= norm.rest;
                 result[i] *= factor;
             }
             if (weight) {
