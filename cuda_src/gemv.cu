@@ -32,16 +32,45 @@ template <class T> struct Run {
     __device__ Accumulator<T> operator[](int i) const { return widen(values.data[i]); }
 };
 
+// A run of a and those of the columns beside it.
+template <class T, int COLUMNS> struct Runs {
+    Run<T> a, b[COLUMNS];
+
+    __device__ void load(const T* row, const T* const (&columns)[COLUMNS], int k, int valid) {
+        a.load(row + k, valid);
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) b[i].stream(columns[i] + k, valid);
+    }
+    __device__ void add_products(Accumulator<T> (&sum)[COLUMNS]) const {
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) {
+#pragma unroll
+            for (int j = 0; j < Run<T>::LENGTH; ++j) sum[i] += a[j] * b[i][j];
+        }
+    }
+};
+
+// Leaves the sums over the lanes of a warp.
+template <class V, int COUNT> __device__ inline void leave_sums(V (&sum)[COUNT], V (&partial)[COUNT], int lane) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+            sum[i] += __shfl_xor_sync(~0u, sum[i], distance);
+        }
+        if (lane == 0) partial[i] = sum[i];
+    }
+}
+
 constexpr int kFirstBlocks = 400;  // three for each SM of an H200, which may come while the launch before still runs
 
-// SPLIT warps share the K of a group of columns (of swiglu, one of gate and one of up), and each
-// has the loads of UNROLL steps under way.
+// SPLIT warps share the K of a group of columns (of swiglu, one of gate and one of up), and each has the loads of
+// UNROLL steps under way.
 template <class T, class Out, int SPLIT, int UNROLL, int kActivation>
 __global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams params) {
     using Epilogue = Epilogue<T, Out, kActivation>;
     using V = Accumulator<T>;
-    using Chunk = Run<T>;
-    constexpr int WIDTH = Epilogue::WIDTH, COLUMNS = Epilogue::kGated ? 2 * WIDTH : WIDTH, RUN = Chunk::LENGTH;
+    constexpr int WIDTH = Epilogue::WIDTH, COLUMNS = Epilogue::kGated ? 2 * WIDTH : WIDTH, RUN = Run<T>::LENGTH;
     constexpr int GROUPS = 256 / kWarpSize / SPLIT;               // of a block
     constexpr int EXTENT = SPLIT * kWarpSize * RUN;               // of K in a step of all its warps
     // The L2 is asked for the lines of 128 bytes that a block begins with, while it waits for the launch before.
@@ -75,41 +104,22 @@ __global__ void __launch_bounds__(256) gemv(const __grid_constant__ GemmParams p
         const V alpha = V(params.call.alpha.read());
         const int K = alpha == V(0) ? 0 : shape.K;  // 0: a and b are not read
         V sum[COLUMNS] = {};
-        auto add = [&](const Chunk& x, const Chunk (&y)[COLUMNS]) {
-#pragma unroll
-            for (int i = 0; i < COLUMNS; ++i) {
-#pragma unroll
-                for (int j = 0; j < RUN; ++j) sum[i] += x[j] * y[i][j];
-            }
-        };
-        auto load = [&](Chunk& x, Chunk (&y)[COLUMNS], int k, int valid) {
-            x.load(a + k, valid);
-#pragma unroll
-            for (int i = 0; i < COLUMNS; ++i) y[i].stream(columns[i] + k, valid);
-        };
         int k = (part * kWarpSize + lane) * RUN;
 #pragma unroll 1
         for (; k + (UNROLL - 1) * EXTENT + RUN <= K; k += UNROLL * EXTENT) {
-            Chunk x[UNROLL], y[UNROLL][COLUMNS];
+            Runs<T, COLUMNS> runs[UNROLL];
 #pragma unroll
-            for (int i = 0; i < UNROLL; ++i) load(x[i], y[i], k + i * EXTENT, RUN);
+            for (int i = 0; i < UNROLL; ++i) runs[i].load(a, columns, k + i * EXTENT, RUN);
 #pragma unroll
-            for (int i = 0; i < UNROLL; ++i) add(x[i], y[i]);
+            for (int i = 0; i < UNROLL; ++i) runs[i].add_products(sum);
         }
 #pragma unroll 1
         for (; k < K; k += EXTENT) {
-            Chunk x, y[COLUMNS];
-            load(x, y, k, K - k);
-            add(x, y);
+            Runs<T, COLUMNS> runs;
+            runs.load(a, columns, k, K - k);
+            runs.add_products(sum);
         }
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) {
-#pragma unroll
-            for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-                sum[i] += __shfl_xor_sync(~0u, sum[i], distance);
-            }
-            if (lane == 0) partial[group][part][i] = sum[i];
-        }
+        leave_sums(sum, partial[group][part], lane);
         __syncthreads();
         if (lane == 0 && part == 0) {
             V value[WIDTH] = {}, up[WIDTH] = {};
