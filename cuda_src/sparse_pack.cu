@@ -284,6 +284,30 @@ __device__ inline Piece find_piece(const PackFill& fill, const P* __restrict__ b
     return {int(place), first, ends[place] - first, block, {start, depth}};
 }
 
+// Writes to the copy, 32 entries of a warp at a time: columns as it has them, and one that says so where none is there.
+template <class V, class C, bool kBased> struct EntryWriter {
+    const PackFill& fill;
+    const Place& place;
+    bool fails = false;
+
+    __device__ void write(int k, V value, int column, bool is_there) {
+        V* packed = static_cast<V*>(fill.packed);
+        C* columns = static_cast<C*>(fill.columns);
+        const int lane = threadIdx.x % kWarpSize;
+        const int64_t at = (int64_t(place.start) + k) * kWarpSize + lane;
+        packed[at] = value;
+        if constexpr (kBased) {
+            const int base = __reduce_min_sync(~0u, column);
+            if (lane == 0) fill.bases[place.start + k] = base;
+            column = is_there ? column - base : 0xFFFF;
+            fails |= is_there && column >= 0xFFFF;
+        } else if (!is_there) {
+            column = fill.width > 0 ? fill.width : -1;
+        }
+        columns[at] = C(column);
+    }
+};
+
 // A warp for each slice or piece. C: uint16_t or int; kBased: columns count from the lowest of 32.
 template <class V, class P, class C, bool kSorted, bool kBased>
 __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFill fill) {
@@ -319,22 +343,7 @@ __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFil
         first_column = block * fill.width;
         place = fill.places[number];
     }
-    V* packed = static_cast<V*>(fill.packed);
-    C* columns = static_cast<C*>(fill.columns);
-    bool fails = false;
-    const auto write = [&](int k, V value, int column, bool is_there) {
-        const int64_t at = (int64_t(place.start) + k) * kWarpSize + lane;
-        packed[at] = value;
-        if constexpr (kBased) {
-            const int base = __reduce_min_sync(~0u, column);
-            if (lane == 0) fill.bases[place.start + k] = base;
-            column = is_there ? column - base : 0xFFFF;
-            fails |= is_there && column >= 0xFFFF;
-        } else if (!is_there) {
-            column = fill.width > 0 ? fill.width : -1;
-        }
-        columns[at] = C(column);
-    };
+    EntryWriter<V, C, kBased> to{fill, place};
     if (sizeof(V) <= 8 && step == 1 && fill.lanes == 1) {  // a slice
         LaneReader<V> reader(data, fill.indices, entry, stop, fill.nnz);
         for (int k = 0; k < place.depth; k += kQuad, entry += kQuad) {
@@ -345,7 +354,7 @@ __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFil
             for (int i = 0; i < kQuad; ++i) {
                 if (k + i >= place.depth) break;
                 const bool is_there = entry + i < stop;
-                write(k + i, is_there ? value[i] : V{}, is_there ? column[i] - first_column : 0x7FFFFFFF, is_there);
+                to.write(k + i, is_there ? value[i] : V{}, is_there ? column[i] - first_column : 0x7FFFFFFF, is_there);
             }
         }
     } else {
@@ -363,11 +372,11 @@ __global__ void __launch_bounds__(256) pack_fill(const __grid_constant__ PackFil
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 if (k + i >= place.depth) break;
-                write(k + i, value[i], column[i], is_there[i]);
+                to.write(k + i, value[i], column[i], is_there[i]);
             }
         }
     }
-    if (fails && fill.failed != nullptr) *fill.failed = 1;
+    if (to.fails && fill.failed != nullptr) *fill.failed = 1;
 }
 
 }  // namespace rawops
