@@ -128,10 +128,58 @@ __device__ inline void write_parts(const float (&acc)[COUNT], const NarrowParams
     }
 }
 
+// acc = the products of a consumer group's rows over all stages of a tile. One batch of products stays in flight: a
+// stage is let go when those of the next have been issued.
+template <class T, bool kXByK, class Tile>
+__device__ inline void multiply_narrow(float (&acc)[kNarrowAtoms][Tile::RANKS / 2], RingPosition<Tile::STAGES>& slot,
+                                       const RingBarriers<Tile::STAGES>& barriers, uint32_t ring, int k_blocks,
+                                       int group, int thread) {
+    using OperandX = WgmmaOperand<kXByK, kNarrowK>;
+    int previous = 0;
+#pragma unroll 1
+    for (int block = 0; block < k_blocks; ++block, slot.advance()) {
+        const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES;
+        const uint64_t x = OperandX::descriptor(stage + group * kNarrowAtoms * OperandX::ROWS_64);
+        const uint64_t a = Tile::OperandA::descriptor(stage + Tile::X_BYTES);
+        barrier_wait(barriers.full(slot.stage), slot.phase);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kNarrowK / 16; ++step) {
+#pragma unroll
+            for (int i = 0; i < kNarrowAtoms; ++i) {
+                Wgmma<Tile::RANKS>::template multiply<T, kXByK, Tile::kByK>(
+                    acc[i], OperandX::advance(x, i, step), Tile::OperandA::advance(a, 0, step), 1);
+            }
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (block > 0 && thread == 0) barrier_arrive(barriers.empty(previous));
+        previous = slot.stage;
+    }
+    wgmma_wait<0>();
+    if (thread == 0) barrier_arrive(barriers.empty(previous));
+}
+
+// Starts the copies of a stage of x by TMA, and of a where it comes by it, too.
+template <bool kXByK, class Tile>
+__device__ inline void load_narrow(const NarrowParams& params, const NarrowPlace& place, uint32_t stage, uint32_t full,
+                                   int k, int first_rank) {
+    barrier_arrive_expect(full, Tile::kMoved ? Tile::STAGE_BYTES : Tile::X_BYTES);
+    if constexpr (Tile::kMoved) {
+        tma_load(stage + Tile::X_BYTES, params.a_map,
+                 {Tile::kByK ? k : first_rank, Tile::kByK ? first_rank : k, 0, 0, 0}, full);
+    }
+#pragma unroll
+    for (int box = 0; box < (kXByK ? 1 : kNarrowRows / 64); ++box) {
+        const int row = place.m + box * 64;
+        const int last = kXByK ? k : row, next = kXByK ? row : k;
+        tma_load(stage + box * Tile::BOX_BYTES, params.x, {last, next, place.at[2], place.at[1], place.at[0]}, full);
+    }
+}
+
 template <class T, int RANKS, bool kXByK, bool kAByK, class Tile = NarrowTile<RANKS, kAByK>>
 __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __grid_constant__ NarrowParams params) {
     extern __shared__ __align__(1024) char memory[];
-    using OperandX = WgmmaOperand<kXByK, kNarrowK>;
     const uint32_t ring = shared_address(memory);
     const RingBarriers<Tile::STAGES> barriers{ring + Tile::BARRIERS_AT};
     const int group = __shfl_sync(~0u, int(threadIdx.x) / kWarpGroupSize, 0), thread = threadIdx.x % kWarpGroupSize;
@@ -153,29 +201,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __gr
         const NarrowPlace place(params, index, tiles);
         if (group < kNarrowGroups) {
             float acc[kNarrowAtoms][RANKS / 2] = {};
-            int previous = 0;
-#pragma unroll 1
-            for (int block = 0; block < k_blocks; ++block, slot.advance()) {
-                const uint32_t stage = ring + slot.stage * Tile::STAGE_BYTES;
-                const uint64_t x = OperandX::descriptor(stage + group * kNarrowAtoms * OperandX::ROWS_64);
-                const uint64_t a = Tile::OperandA::descriptor(stage + Tile::X_BYTES);
-                barrier_wait(barriers.full(slot.stage), slot.phase);
-                wgmma_fence();
-#pragma unroll
-                for (int step = 0; step < kNarrowK / 16; ++step) {
-#pragma unroll
-                    for (int i = 0; i < kNarrowAtoms; ++i) {
-                        Wgmma<RANKS>::template multiply<T, kXByK, kAByK>(
-                            acc[i], OperandX::advance(x, i, step), Tile::OperandA::advance(a, 0, step), 1);
-                    }
-                }
-                wgmma_commit();
-                wgmma_wait<1>();
-                if (block > 0 && thread == 0) barrier_arrive(barriers.empty(previous));
-                previous = slot.stage;
-            }
-            wgmma_wait<0>();
-            if (thread == 0) barrier_arrive(barriers.empty(previous));
+            multiply_narrow<T, kXByK, Tile>(acc, slot, barriers, ring, k_blocks, group, thread);
 #pragma unroll
             for (int i = 0; i < kNarrowAtoms; ++i) {
                 hold(acc[i]);
@@ -194,18 +220,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) lora_narrow_sm90(const __gr
                     factor.fetch(stage, k);
                     copies.commit();
                 } else if (thread == 0) {
-                    barrier_arrive_expect(full, Tile::kMoved ? Tile::STAGE_BYTES : Tile::X_BYTES);
-                    if constexpr (Tile::kMoved) {
-                        tma_load(stage + Tile::X_BYTES, params.a_map,
-                                 {kAByK ? k : first_rank, kAByK ? first_rank : k, 0, 0, 0}, full);
-                    }
-#pragma unroll
-                    for (int box = 0; box < (kXByK ? 1 : kNarrowRows / 64); ++box) {
-                        const int row = place.m + box * 64;
-                        const int last = kXByK ? k : row, next = kXByK ? row : k;
-                        tma_load(stage + box * Tile::BOX_BYTES, params.x,
-                                 {last, next, place.at[2], place.at[1], place.at[0]}, full);
-                    }
+                    load_narrow<kXByK, Tile>(params, place, stage, full, k, first_rank);
                 }
             }
         }
