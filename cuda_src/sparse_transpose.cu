@@ -76,6 +76,68 @@ __device__ inline void write_out(T* to, int stride, const uint32_t* staged, cons
     __syncthreads();
 }
 
+// Stages the rows of a tile's entries. A warp looks for those of its steps first, between which there are few.
+template <class P>
+__device__ inline void find_rows(uint32_t* staged, const P* __restrict__ indptr, const int* __restrict__ tile_rows,
+                                 int number, int64_t tile, int size, int first) {
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int at = min_of((warp * kSortSteps + lane) * kWarpSize, size - 1);
+    int bound = 0;
+    if (lane <= kSortSteps) bound = row_of(indptr, tile_rows[number], tile_rows[number + 1] + 1, tile + at);
+#pragma unroll 1
+    for (int i = 0; i < kSortSteps; ++i) {
+        const int low = __shfl_sync(~0u, bound, i), high = __shfl_sync(~0u, bound, i + 1) + 1;
+        const int entry = first + i * kWarpSize;
+        if (entry < size) staged[entry] = row_of(indptr, low, high, tile + entry);
+    }
+}
+
+// The places of a warp's entries among those with their digit, in the order of entries; counts its digits in `next`.
+__device__ inline void count_digits(int (&place)[kSortSteps], const int (&column)[kSortSteps], uint16_t* next,
+                                    Digit digit, int lane) {
+#pragma unroll
+    for (int i = 0; i < kSortSteps; ++i) {
+        const bool is_there = column[i] >= 0;
+        const int found = is_there ? digit.of(column[i]) : kDigits;
+        const unsigned int same = __match_any_sync(~0u, found);
+        const int before = __popc(same & ((1u << lane) - 1));
+        if (is_there) place[i] = next[found] + before;
+        __syncwarp();
+        if (is_there && before == 0) next[found] += uint16_t(__popc(same));
+        __syncwarp();
+    }
+}
+
+// Makes the counts of a digit by warps what is before each warp; returns their sum.
+__device__ inline int add_warps(uint16_t (&next)[kSortWarps][kDigits], int digit) {
+    int total = 0;
+#pragma unroll 4
+    for (int w = 0; w < kSortWarps; ++w) {
+        const int here = next[w][digit];
+        next[w][digit] = uint16_t(total);
+        total += here;
+    }
+    return total;
+}
+
+// Writes the values of a sorted tile, a part of 4 bytes (or 2) at a time.
+template <class V>
+__device__ inline void write_values(V* __restrict__ to, const V* __restrict__ data, const int (&place)[kSortSteps],
+                                    uint32_t* staged, const int* sorted, const int64_t* shifts, Digit digit,
+                                    int64_t tile, int first, int size) {
+    using Part = typename Choose<sizeof(V) == 2, uint16_t, uint32_t>::Type;
+    constexpr int PARTS = int(sizeof(V) / sizeof(Part));
+#pragma unroll 1
+    for (int part = 0; part < PARTS; ++part) {
+        const Part* from = reinterpret_cast<const Part*>(data) + part;
+#pragma unroll
+        for (int i = 0; i < kSortSteps; ++i) {
+            if (first + i * kWarpSize < size) staged[place[i]] = from[(tile + first + i * kWarpSize) * PARTS];
+        }
+        write_out(reinterpret_cast<Part*>(to) + part, PARTS, staged, sorted, shifts, digit, size);
+    }
+}
+
 // counts (kDigits), of this pass; words (tiles, kDigits) and turns start as 0. In the first pass rows come from the row
 // pointers, between those of the tile.
 //
@@ -87,8 +149,6 @@ __global__ void __launch_bounds__(kSortThreads, kSortBlocks<V>)
                       const P* __restrict__ indptr, const int* __restrict__ tile_rows, int64_t count, int shift,
                       int mask, const Word* __restrict__ counts, Word* __restrict__ words, Word* __restrict__ turns,
                       int* __restrict__ to_columns, int* __restrict__ to_rows, V* __restrict__ to_data) {
-    using Part = typename Choose<sizeof(V) == 2, uint16_t, uint32_t>::Type;
-    constexpr int PARTS = int(sizeof(V) / sizeof(Part));
     __shared__ __align__(4) uint16_t next[kSortWarps][kDigits];  // of a warp and digit: entries so far, then where
     __shared__ int64_t shifts[kDigits];                          // from a place in the sorted tile to that in memory
     __shared__ int sorted[kSortTile];
@@ -111,38 +171,13 @@ __global__ void __launch_bounds__(kSortThreads, kSortBlocks<V>)
         const int at = first + i * kWarpSize;
         column[i] = at < size ? columns[tile + at] : -1;
     }
-    if constexpr (kFirst) {  // a warp looks for the rows of its steps first, between which there are few
-        const int at = min_of((warp * kSortSteps + lane) * kWarpSize, size - 1);
-        int bound = 0;
-        if (lane <= kSortSteps) bound = row_of(indptr, tile_rows[number], tile_rows[number + 1] + 1, tile + at);
-#pragma unroll 1
-        for (int i = 0; i < kSortSteps; ++i) {
-            const int low = __shfl_sync(~0u, bound, i), high = __shfl_sync(~0u, bound, i + 1) + 1;
-            const int entry = first + i * kWarpSize;
-            if (entry < size) staged[entry] = row_of(indptr, low, high, tile + entry);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < kSortSteps; ++i) {
-        const bool is_there = column[i] >= 0;
-        const int found = is_there ? digit.of(column[i]) : kDigits;
-        const unsigned int same = __match_any_sync(~0u, found);
-        const int before = __popc(same & ((1u << lane) - 1));
-        if (is_there) place[i] = next[warp][found] + before;
-        __syncwarp();
-        if (is_there && before == 0) next[warp][found] += uint16_t(__popc(same));
-        __syncwarp();
-    }
+    if constexpr (kFirst) find_rows(staged, indptr, tile_rows, number, tile, size, first);
+    count_digits(place, column, next[warp], digit, lane);
     __syncthreads();
     int total = 0;
     Word* const word = words + int64_t(number) * kDigits + own;
     if (own < kDigits) {
-#pragma unroll 4
-        for (int w = 0; w < kSortWarps; ++w) {
-            const int here = next[w][own];
-            next[w][own] = uint16_t(total);
-            total += here;
-        }
+        total = add_warps(next, own);
         leave_sum(word, number > 0 ? kOwnSum : kWholeSum, total);
     }
     const int begin = sum_before(total, warp_sums);
@@ -175,15 +210,7 @@ __global__ void __launch_bounds__(kSortThreads, kSortBlocks<V>)
     }
     write_out(to_rows, 1, staged, sorted, shifts, digit, size);
     for (int i = threadIdx.x; i < size; i += kSortThreads) to_columns[shifts[digit.of(sorted[i])] + i] = sorted[i];
-#pragma unroll 1
-    for (int part = 0; part < PARTS; ++part) {
-        const Part* from = reinterpret_cast<const Part*>(data) + part;
-#pragma unroll
-        for (int i = 0; i < kSortSteps; ++i) {
-            if (first + i * kWarpSize < size) staged[place[i]] = from[(tile + first + i * kWarpSize) * PARTS];
-        }
-        write_out(reinterpret_cast<Part*>(to_data) + part, PARTS, staged, sorted, shifts, digit, size);
-    }
+    write_values(to_data, data, place, staged, sorted, shifts, digit, tile, first, size);
 }
 
 // The first of sorted columns, between two places, that is not below `column`.
