@@ -215,6 +215,18 @@ __global__ void __launch_bounds__(kLsmrThreads)
     }
 }
 
+// The scalars of a block's columns, into shared memory.
+template <int COLS>
+__device__ inline void load_scalars(LsmrScalars (&scalars)[COLS], const LsmrState* __restrict__ states, int columns) {
+    constexpr int SIZE = sizeof(LsmrScalars) / sizeof(double);
+    for (int i = threadIdx.x; i < COLS * SIZE; i += kLsmrThreads) {
+        const int column = blockIdx.y * COLS + i / SIZE;
+        if (column < columns) {
+            reinterpret_cast<double*>(scalars)[i] = reinterpret_cast<const double*>(&states[column].now)[i % SIZE];
+        }
+    }
+}
+
 // The rotations, which every block repeats for itself, and hbar, x and h with the partial sums of |x|^2. The first time
 // it makes h of v, and brings v itself to its scale. The last block along x does the estimates and none of the vectors.
 template <class R, int PARTS, int COLS>
@@ -235,13 +247,7 @@ __global__ void __launch_bounds__(kLsmrThreads, (kBlocks<R, PARTS>))
         const int64_t at = place.row * columns + place.column;
         hi = h[at], bi = hbar[at], xi = x[at];
     }
-    constexpr int SIZE = sizeof(LsmrScalars) / sizeof(double);
-    for (int i = threadIdx.x; i < COLS * SIZE; i += kLsmrThreads) {
-        const int column = blockIdx.y * COLS + i / SIZE;
-        if (column < columns) {
-            reinterpret_cast<double*>(scalars)[i] = reinterpret_cast<const double*>(&states[column].now)[i % SIZE];
-        }
-    }
+    load_scalars(scalars, states, columns);
     __syncthreads();
     const int own = threadIdx.x % COLS;
     LsmrScalars& s = scalars[own];
