@@ -85,6 +85,37 @@ __device__ inline Word add_warps(Word sum, Word* sums) {
     return sum + total;
 }
 
+// Makes the sums of warps what is before each of them in the whole copy. Leaves the sum of this block of threads for
+// those behind it, and the total of a block of columns at its last one. A warp.
+template <bool kCuts, int COUNT, int PIECES>
+__device__ inline void place_sums(Word (&slice_sums)[COUNT][kWindowWarps], Word (&piece_sums)[PIECES][kWindowWarps],
+                                  Word* __restrict__ words, Word* __restrict__ totals, int number, int groups,
+                                  int block) {
+    const int lane = threadIdx.x;
+    Word sum = 0;
+    for (int i = 0; i < COUNT; ++i) sum = add_warps(sum, slice_sums[i]);
+    for (int i = 0; i < COUNT && kCuts; ++i) sum = add_warps(sum, piece_sums[i]);
+    if (lane == 0) leave_sum(words + number, number > 0 ? kOwnSum : kWholeSum, sum);
+    const Word before = look_back_warp(words, number);
+    for (int i = 0; i < COUNT; ++i) {
+        slice_sums[i][lane] += before;
+        if constexpr (kCuts) piece_sums[i][lane] += before;
+    }
+    if (lane == 0) {
+        if (number > 0) leave_sum(words + number, kWholeSum, before + sum);
+        if (number % groups == groups - 1) totals[block] = before + sum;
+    }
+}
+
+// The depth of a slice, of the longest of its rows with `lanes` entries at a time; a length below 0 is none.
+__device__ inline int depth_of_slice(int length, int lanes, int rows_per_slice) {
+    int depth = length < 0 ? 0 : (length + lanes - 1) / lanes;
+    for (int mask = rows_per_slice / 2; mask > 0; mask /= 2) {
+        depth = max_of(depth, __shfl_xor_sync(~0u, depth, mask));
+    }
+    return depth;
+}
+
 // Where the slices of windows of rows are, and their rows, longest first (kSorted), or which of their rows there are. A
 // row of more than `longest` entries is in no slice but in pieces, behind the slices of its block of threads. For
 // those, where given: piece_ends (blocks, rows), how many pieces there are up to each row, and piece_stops, where a
@@ -129,29 +160,12 @@ __global__ void __launch_bounds__(kWindow, 2)
     }
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        depth[i] = length[i] < 0 ? 0 : (length[i] + lanes - 1) / lanes;
-        for (int mask = rows_per_slice / 2; mask > 0; mask /= 2) {
-            depth[i] = max_of(depth[i], __shfl_xor_sync(~0u, depth[i], mask));
-        }
+        depth[i] = depth_of_slice(length[i], lanes, rows_per_slice);
         slices_before[i] = sum_of_lanes_before(slice_lane == 0 ? depth[i] : 0, slice_sums[i]);
         if constexpr (kCuts) pieces[place] += sum_of_lanes_before(pieces[place], piece_sums[i]);
     }
     __syncthreads();
-    if (warp == 0) {
-        Word sum = 0;
-        for (int i = 0; i < COUNT; ++i) sum = add_warps(sum, slice_sums[i]);
-        for (int i = 0; i < COUNT && kCuts; ++i) sum = add_warps(sum, piece_sums[i]);
-        if (place == 0) leave_sum(words + number, number > 0 ? kOwnSum : kWholeSum, sum);
-        const Word before = look_back_warp(words, number);
-        for (int i = 0; i < COUNT; ++i) {
-            slice_sums[i][place] += before;
-            if constexpr (kCuts) piece_sums[i][place] += before;
-        }
-        if (place == 0) {
-            if (number > 0) leave_sum(words + number, kWholeSum, before + sum);
-            if (number % groups == groups - 1) totals[block] = before + sum;
-        }
-    }
+    if (warp == 0) place_sums<kCuts>(slice_sums, piece_sums, words, totals, number, groups, block);
     __syncthreads();
     const int lane_bits = __ffs(rows_per_slice) - 1;
     const unsigned int slices = (rows - 1 >> lane_bits) + 1;
