@@ -1,8 +1,11 @@
-"""What the tests of the emulator share: CUDA C++ and PTX as launches without the runtime."""
+"""What the tests of the emulator share: CUDA C++ and PTX as launches without the runtime, and refused ones."""
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
+import pytest
 from cuda.bindings import nvrtc
 from cuda.pathfinder import find_nvidia_header_directory
 
@@ -49,3 +52,16 @@ def launch(source, grid, block, *arguments, arch="sm_80", entry="k", **options):
     program = parse(ptx, entry)
     grid, block = ((*d, 1, 1)[:3] if isinstance(d, tuple) else (d, 1, 1) for d in (grid, block))
     return emulate_launch(program, grid, block, pack(memory, arguments), memory=memory, **options)
+
+
+def refused(kind, source, grid, block, *arguments, line, block_id=0, thread=0, match="", **options):
+    """The message of the error that a launch raises, after checking what every message has to say."""
+    with pytest.raises(kind) as caught:
+        launch(source, grid, block, *arguments, **options)
+    message = str(caught.value)
+    assert re.search(rf"\bk\b.*kernel\.cu:{line}\b", message), message
+    if thread is not None:
+        assert f"block ({block_id}, 0, 0)" in message, message
+        assert re.search(rf"thread(s)? (\({thread}, 0, 0\)|{thread}\b)", message), message
+    assert re.search(match, message), message
+    return message
