@@ -149,6 +149,29 @@ private:
     }
 };
 
+// Adds up the slabs of the warps' parts of K, and finishes the tile.
+template <class Shape, class Slab, int TILE_COLS, class Epilogue>
+__device__ inline void finish_slabs(const char* slabs, const Epilogue& epilogue, int m_begin, int n_begin, int thread) {
+    auto sum = [&](int row, int col) {
+        Vector<float, 4> total = {};
+#pragma unroll
+        for (int part = 0; part < Shape::WARPS_K; ++part) {
+            const char* at = slabs + part * Slab::BYTES + Slab::offset(row, col);
+            const auto terms = *reinterpret_cast<const Vector<float, 4>*>(at);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) total.data[i] += terms.data[i];
+        }
+        return total;
+    };
+#pragma unroll 1
+    for (int group = thread; group < Shape::BLOCK_M * TILE_COLS / 4; group += Shape::THREADS) {
+        const int row = group / (TILE_COLS / 4), col = group % (TILE_COLS / 4) * 4;
+        auto value = sum(row, col), up = value;
+        if constexpr (Epilogue::kGated) up = sum(row, TILE_COLS + col);
+        epilogue.finish(m_begin + row, n_begin + col, value.data, up.data);
+    }
+}
+
 template <class T, class Out, class Scale, int kFormat, bool kHasZeros, int GROUP, class Shape, bool kAKMajor,
           bool kBKMajor, int ACCESS_A, int ACCESS_B, int ACCESS_SCALE, int ACCESS_ZERO, int kActivation>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) gemm_w4(const __grid_constant__ W4Params params) {
@@ -215,24 +238,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) gemm_w4(const _
         const bool partial = shape.partial_stride != 0;
         target.out = static_cast<Out*>(target.out) + blockIdx.y * shape.partial_stride;
         const Epilogue epilogue(target, shape.epilogue, index, partial ? 1.0f : alpha);
-        auto sum = [&](int row, int col) {  // over the warps' parts of K
-            Vector<float, 4> total = {};
-#pragma unroll
-            for (int part = 0; part < Shape::WARPS_K; ++part) {
-                const char* at = shared + part * Slab::BYTES + Slab::offset(row, col);
-                const auto terms = *reinterpret_cast<const Vector<float, 4>*>(at);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) total.data[i] += terms.data[i];
-            }
-            return total;
-        };
-#pragma unroll 1
-        for (int group = thread; group < BLOCK_M * TILE_COLS / 4; group += Shape::THREADS) {
-            const int row = group / (TILE_COLS / 4), col = group % (TILE_COLS / 4) * 4;
-            auto value = sum(row, col), up = value;
-            if constexpr (Epilogue::kGated) up = sum(row, TILE_COLS + col);
-            epilogue.finish(m_begin + row, n_begin + col, value.data, up.data);
-        }
+        finish_slabs<Shape, Slab, TILE_COLS>(shared, epilogue, m_begin, n_begin, thread);
         __syncthreads();  // the next batch fills what is still read
     }
 }
