@@ -143,6 +143,8 @@ struct SimtProduct {
     static_assert(ROWS <= COLS, "a is read beside b, group by group");
     using LoaderA = SimtLoader<BLOCK_M, BLOCK_K, kAKMajor, ACCESS_A, Shape::THREADS>;
     using LoaderB = SimtLoader<BLOCK_N, BLOCK_K, kBKMajor, ACCESS_B, Shape::THREADS, Epilogue::kGated>;
+    using ReaderA = SimtReader<typename LoaderA::Tile, ROWS>;
+    using ReaderB = SimtReader<typename LoaderB::Tile, COLS>;
     static constexpr int A_BYTES = LoaderA::Tile::BYTES, STAGE_BYTES = A_BYTES + LoaderB::Tile::BYTES;
 
     // Adds the products of 4 columns, each of which shares its row or its column with the one before: of its operands
@@ -159,6 +161,26 @@ struct SimtProduct {
         }
     }
 
+    // Writes a thread's part of D, as many columns in each of its rows.
+    static __device__ void finish_rows(float (&acc)[ROWS][COLS], const Epilogue& epilogue, const ReaderA& reader_a,
+                                       const ReaderB& reader_b, int m_begin, int n_begin) {
+#pragma unroll 1  // one copy of the epilogue, which always finishes row 0: the rows move up
+        for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+            for (int j = 0; j < COLS - UP; j += 4) {
+                float value[4], up[4];
+#pragma unroll
+                for (int v = 0; v < 4; ++v) value[v] = acc[0][j + v], up[v] = acc[0][j + v + UP];
+                epilogue.finish(m_begin + reader_a.index(i), n_begin + reader_b.index(j), value, up);
+            }
+#pragma unroll
+            for (int r = 0; r + 1 < ROWS; ++r) {
+#pragma unroll
+                for (int j = 0; j < COLS; ++j) acc[r][j] = acc[r + 1][j];
+            }
+        }
+    }
+
     // The tile at m_begin and n_begin of one product of the batch, of rows below m_end.
     static __device__ void run(const GemmCall& call, const GemmShape& shape, float alpha, char* shared, int batch,
                                int m_begin, int m_end, int n_begin) {
@@ -166,8 +188,8 @@ struct SimtProduct {
         // a lane takes two cycles of the shared memory, not four.
         const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
         const int lane_m = lane / 2 % LANES_M, lane_n = lane % 2 + lane / 16 * 2;
-        const SimtReader<typename LoaderA::Tile, ROWS> reader_a{(warp / Shape::WARPS_N * LANES_M + lane_m) * 4};
-        const SimtReader<typename LoaderB::Tile, COLS> reader_b{(warp % Shape::WARPS_N * LANES_N + lane_n) * 4};
+        const ReaderA reader_a{(warp / Shape::WARPS_N * LANES_M + lane_m) * 4};
+        const ReaderB reader_b{(warp % Shape::WARPS_N * LANES_N + lane_n) * 4};
         const int cols = shape.epilogue.cols, k_begin = blockIdx.y * shape.k_per_split;
         const int k_count = alpha == 0 ? 0 : min_of(shape.K - k_begin, shape.k_per_split);  // 0: a and b are not read
         int index[3];
@@ -241,21 +263,7 @@ struct SimtProduct {
         EpilogueCall target = call.epilogue;
         target.out = static_cast<float*>(target.out) + blockIdx.y * shape.partial_stride;
         const Epilogue epilogue(target, shape.epilogue, index, shape.partial_stride != 0 ? 1.0f : alpha, m_end);
-#pragma unroll 1  // one copy of the epilogue, which always finishes row 0: the rows move up
-        for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-            for (int j = 0; j < COLS - UP; j += 4) {
-                float value[4], up[4];
-#pragma unroll
-                for (int v = 0; v < 4; ++v) value[v] = acc[0][j + v], up[v] = acc[0][j + v + UP];
-                epilogue.finish(m_begin + reader_a.index(i), n_begin + reader_b.index(j), value, up);
-            }
-#pragma unroll
-            for (int r = 0; r + 1 < ROWS; ++r) {
-#pragma unroll
-                for (int j = 0; j < COLS; ++j) acc[r][j] = acc[r + 1][j];
-            }
-        }
+        finish_rows(acc, epilogue, reader_a, reader_b, m_begin, n_begin);
     }
 };
 
