@@ -7,7 +7,7 @@
 
 namespace rawops {
 
-// As _lora_grad.py packs it; strides in elements.
+// As _lora_factors.py packs it; strides in elements.
 struct GradSide {
     const void* x;   // (M, cols)
     const float* y;  // (M, rank), rows on 16-byte boundaries

@@ -15,7 +15,7 @@
 
 namespace rawops {
 
-// As _lora_grad.py packs it; strides in elements.
+// As _lora_factors.py packs it; strides in elements.
 struct HopperGradSide {
     TensorMap x;      // (M, cols)
     TensorMap parts;  // of y if it is made, (M, ranks): 64 first values of bfloat16, 64 second ones, and so on
