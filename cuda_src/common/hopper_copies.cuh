@@ -60,8 +60,9 @@ template <class Tile> struct Exchange {
 // For whom: this block, this block and nobody after it, two blocks of a cluster; nobody yet, but the L2 is to have it.
 enum Reader : int { kOwn, kOnce, kForBoth, kLater };
 
-// Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and K_EXTENT along K. They
-// may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX.
+// Starts the copies of one operand's part of a stage, EXTENT elements along MN from `mn` on and K_BYTES along K. They
+// may come in PARTS parts, whose places in the matrix are `distance` apart; MN-major ones in boxes of MN_BOX. At
+// most `limit` boxes.
 template <bool kKMajor, int EXTENT, int PARTS = 1, int MN_BOX = 64, int K_BYTES = 128, int kReader = kOwn>
 __device__ inline void load_operand(uint32_t destination, const TensorMap& map, TensorCoordinates from, int mn, int k,
                                     uint32_t full, int distance = 0, int limit = 1 << 30) {
@@ -137,6 +138,63 @@ __device__ inline void ask_for_b(const GemmMaps& maps, const Schedule<Tile>& sch
     }
 }
 
+// Starts the copies of b to a stage.
+template <class Tile>
+__device__ inline void load_b(const GemmMaps& maps, const GemmShape& shape, const Work& work,
+                              const TensorCoordinates& b, int k, uint32_t stage, uint32_t full, int up, int boxes) {
+    const uint32_t to = stage + Tile::A_BYTES;
+    if constexpr (Tile::kSquares) {  // for who is above or below
+        const int rank = cluster_rank();
+        load_half<Tile::kBKMajor, Tile::BLOCK_N, kForBoth>(to, maps.b, b, work.n, k, rank % 2, full, 3 << (rank & 2));
+    } else if constexpr (Tile::kPairs) {
+        constexpr int HALF = Tile::BLOCK_N / 2;
+        const int skipped = cluster_rank() * HALF, n = work.n + skipped;
+        load_operand<Tile::kBKMajor, HALF, 1, 64, 128, kForBoth>(to + skipped * 128, maps.b, b, n, k, full);
+    } else if (Tile::kStreams && shape.M <= Tile::BLOCK_M && shape.batches == 1) {
+        load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(to, maps.b, b, work.n, k, full, up,
+                                                                                 boxes);
+    } else {
+        load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(to, maps.b, b, work.n, k, full, up);
+    }
+}
+
+// Starts the copies of a to a stage, and of lora_a that rides.
+template <class Tile>
+__device__ inline void load_a(const GemmMaps& maps, const LowRankCallOf<Tile>* low_rank, const Work& work,
+                              const TensorCoordinates& a, int k, uint32_t stage, uint32_t full) {
+    using LowRank = typename Tile::LowRank;
+    if constexpr (Tile::kSquares) {  // for who is beside it
+        const int rank = cluster_rank();
+        load_half<Tile::kAKMajor, Tile::BLOCK_M, kForBoth>(stage, maps.a, a, work.m, k, rank / 2, full, 5 << rank % 2);
+    } else {
+        load_operand<Tile::kAKMajor, Tile::BLOCK_M, 1, Tile::SPAN / Tile::ITEM_BYTES>(stage, maps.a, a, work.m, k,
+                                                                                      full);
+    }
+    if constexpr (LowRank::kPacked) {
+        tma_load(stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {0, k / 8, 0, 0, 0}, full);
+    } else if constexpr (LowRank::kRides && LowRank::LOADERS == 0) {
+        load_operand<LowRank::kAKMajor, LowRank::RANK, 1, LowRank::RANK>(stage + Tile::A_BYTES + Tile::B_BYTES,
+                                                                         low_rank->a, {}, 0, k, full);
+    }
+}
+
+// Starts the copies of lora_b for a tile, RANK ranks at a time: through the ring, or beside it.
+template <class Tile>
+__device__ inline void load_lora_b(RingPosition<Tile::STAGES>& slot, const LowRankCallOf<Tile>* low_rank,
+                                   const Work& work, int up, const Exchange<Tile>& exchange) {
+    using LowRank = typename Tile::LowRank;
+    const int n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : 0);
+#pragma unroll 1
+    for (int rank = 0; rank < low_rank->rank; rank += LowRank::RANK) {
+        const auto place = exchange.lora_b(slot);
+        barrier_wait(place.empty, place.phase ^ 1);
+        barrier_arrive_expect(place.full, Tile::LORA_B_BYTES);
+        load_operand<LowRank::kBKMajor, Tile::SHARE * Tile::PARTS, Tile::PARTS, Tile::LORA_B_BOX, LowRank::RANK * 2>(
+            place.address, low_rank->b, {}, n, rank, place.full, up);
+        slot.advance();
+    }
+}
+
 // The producer: one thread that keeps the ring full.
 template <class Tile>
 __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, const LowRankCallOf<Tile>* low_rank,
@@ -156,24 +214,6 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             const int first = Tile::kFinish == kPartial ? work.number * schedule.k_blocks : schedule.first_block;
             return (first + block) * Tile::BLOCK_K;
         };
-        auto load_b = [&](int block, uint32_t stage, uint32_t full) {
-            const int k = k_of(block);
-            const uint32_t to = stage + Tile::A_BYTES;
-            if constexpr (Tile::kSquares) {  // for who is above or below
-                const int rank = cluster_rank();
-                load_half<Tile::kBKMajor, Tile::BLOCK_N, kForBoth>(to, maps.b, b, work.n, k, rank % 2, full,
-                                                                   3 << (rank & 2));
-            } else if constexpr (Tile::kPairs) {
-                constexpr int HALF = Tile::BLOCK_N / 2;
-                const int skipped = cluster_rank() * HALF, n = work.n + skipped;
-                load_operand<Tile::kBKMajor, HALF, 1, 64, 128, kForBoth>(to + skipped * 128, maps.b, b, n, k, full);
-            } else if (Tile::kStreams && shape.M <= Tile::BLOCK_M && shape.batches == 1) {
-                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS, 64, 128, kOnce>(to, maps.b, b, work.n, k,
-                                                                                         full, up, boxes);
-            } else {
-                load_operand<Tile::kBKMajor, Tile::BLOCK_N, Tile::PARTS>(to, maps.b, b, work.n, k, full, up);
-            }
-        };
         if (Tile::kWaits && index == schedule.first) {
             if constexpr (Tile::kFinish == kPartial) {
                 const int blocks = min_of(schedule.k_blocks, shape.k_per_split / Tile::BLOCK_K);
@@ -190,7 +230,8 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
 #pragma unroll 1
                 for (int block = 0; block < ahead; ++block) {
                     barrier_arrive_expect(exchange.barriers.full(block), bytes);
-                    load_b(block, exchange.ring + block * Tile::STAGE_BYTES, exchange.barriers.full(block));
+                    load_b<Tile>(maps, shape, work, b, k_of(block), exchange.ring + block * Tile::STAGE_BYTES,
+                                 exchange.barriers.full(block), up, boxes);
                 }
                 await_launch_before();
             }
@@ -203,36 +244,13 @@ __device__ inline void load_tiles(const GemmMaps& maps, const GemmShape& shape, 
             if (!LowRank::kSorted || block >= ahead) {
                 barrier_wait(exchange.barriers.empty(slot.stage), slot.phase ^ 1);
                 barrier_arrive_expect(full, bytes);
-                load_b(block, stage, full);
+                load_b<Tile>(maps, shape, work, b, k, stage, full, up, boxes);
             }
-            if constexpr (Tile::kSquares) {  // for who is beside it
-                const int rank = cluster_rank();
-                load_half<Tile::kAKMajor, Tile::BLOCK_M, kForBoth>(stage, maps.a, a, work.m, k, rank / 2, full,
-                                                                   5 << rank % 2);
-            } else {
-                load_operand<Tile::kAKMajor, Tile::BLOCK_M, 1, Tile::SPAN / Tile::ITEM_BYTES>(stage, maps.a, a, work.m,
-                                                                                              k, full);
-            }
-            if constexpr (LowRank::kPacked) {
-                tma_load(stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {0, k / 8, 0, 0, 0}, full);
-            } else if constexpr (LowRank::kRides && LowRank::LOADERS == 0) {
-                load_operand<LowRank::kAKMajor, LowRank::RANK, 1, LowRank::RANK>(
-                    stage + Tile::A_BYTES + Tile::B_BYTES, low_rank->a, {}, 0, k, full);
-            }
+            load_a<Tile>(maps, low_rank, work, a, k, stage, full);
             slot.advance();
         }
         if constexpr (LowRank::RANK > 0 && !Tile::kRanksInTurn) {
-            const int n = work.n + (Tile::CLUSTER > 1 ? cluster_rank() * Tile::SHARE : 0);
-#pragma unroll 1
-            for (int rank = 0; rank < low_rank->rank; rank += LowRank::RANK) {
-                const auto place = exchange.lora_b(slot);
-                barrier_wait(place.empty, place.phase ^ 1);
-                barrier_arrive_expect(place.full, Tile::LORA_B_BYTES);
-                load_operand<LowRank::kBKMajor, Tile::SHARE * Tile::PARTS, Tile::PARTS, Tile::LORA_B_BOX,
-                             LowRank::RANK * 2>(place.address, low_rank->b, {}, n, rank, place.full,
-                                                shape.epilogue.cols);
-                slot.advance();
-            }
+            load_lora_b<Tile>(slot, low_rank, work, shape.epilogue.cols, exchange);
         }
         if constexpr (LowRank::kBeside) {
             LowRank::template load<Tile>(slot, exchange, *low_rank, work.n, shape.epilogue.cols);
