@@ -433,7 +433,8 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
         return self.k_scale is None and cascade_sm90.overlaps(self._device, own, *sizes)
 
     def _cascade(self, function: str, q, batch: Batch, pages: int, beside: bool, out, return_lse: bool, options: dict):
-        asked = named_options(function, options | {"causal": False})
+        asked = named_options(function, options)
+        asked = replace(asked, window=(asked.window[0],) * 2)  # the prefix is before all that causality hides
         return_lse = checks.flag(function, "return_lse", return_lse)
         if q is not None and out is not None:
             (queries, target), _ = arrays.take(function, q=q, out=out)

@@ -99,3 +99,5 @@ def test_decode_checks_its_arrays(device, rng, cascade):
     ]:
         with pytest.raises(kind, match=f"decode: {message}"):
             loop.cache.decode(queries, both, cascade=cascade, out=out)
+    with pytest.raises(TypeError, match="decode: causal must be True or False"):
+        loop.cache.decode(q, both, cascade=cascade, causal="x")
