@@ -301,6 +301,11 @@ def test_a_source_that_ends_too_early(text, words):
     assert str(caught.value).startswith(f"f for sm_80 does not compile\nsource.cu{words}")
 
 
+def test_a_parameter_of_a_type_that_is_not_declared():
+    with pytest.raises(rawops.CompileError, match=r'source.cu\(2\): error: identifier "__half" is undefined'):
+        rawops.Kernel("__global__ void f(\n    __half* x) {}\n", "f").compile("sm_80")
+
+
 def test_what_ptxas_refuses_has_its_source_line(tmp_path):
     (tmp_path / "fence.cuh").write_text(
         '#pragma once\n__device__ void fence() {\n  asm("wgmma.fence.sync.aligned;");\n}\n'

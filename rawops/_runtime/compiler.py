@@ -361,13 +361,17 @@ def _error_of(log: str, files: dict[str, sources.File], instance: str, ptx: Call
 def _first_error(log: str, ptx: Callable[[], str]) -> tuple[str, int, str]:
     """Return the file ("" where none is named), the line and the text of the error to begin with.
 
-    A brace that is not closed shows in the translation unit first; what ptxas refuses has a line of the PTX alone.
+    A brace that is not closed shows in the translation unit first, a type that is not declared, of a parameter, in its
+    kernel's ``__global__``; what ptxas refuses has a line of the PTX alone.
     """
     found = re.search(r"^(.+?)\((\d+)\): ((?:catastrophic )?[Ee]rror\b.*)", log, re.MULTILINE)
     if found is None or found[1] == _UNIT_NAME:
         opened = re.search(r'^(.+?)\((\d+)\): note.* to match this "\{"', log, re.MULTILINE)
         if opened:
             return opened[1], int(opened[2]), 'error: expected a "}" to match this "{"'
+    if found and "does not apply here" in found[3]:
+        unknown = rf'^({re.escape(found[1])})\((\d+)\): (error: identifier ".*" is undefined)'
+        found = re.search(unknown, log, re.MULTILINE) or found
     if found:
         return found[1], int(found[2]), found[3]
     found = re.search(r"^ptxas application ptx input, line (\d+); (?:error|fatal)\s*: (.*)", log, re.MULTILINE)
