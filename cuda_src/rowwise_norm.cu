@@ -68,8 +68,7 @@ __device__ inline void measure_again(RowNorm<V>& norm, const Row& row, V cols, c
     }
 }
 
-// Far from 0 a row may vary by less than its mean is rounded by: the distances have a mean of their own. (Rows of 16
-// bits do not.)
+// Far from 0 a row may vary by less than its mean is rounded by: the distances have a mean of their own.
 template <class V, class Row> __device__ inline void correct(RowNorm<V>& norm, const Row& row, V cols) {
     const bool is_far = norm.mean * norm.mean > V(16) * norm.variance;
     if (__any_sync(~0u, is_far)) {
@@ -80,6 +79,10 @@ template <class V, class Row> __device__ inline void correct(RowNorm<V>& norm, c
         }
     }
 }
+
+// As many entries of 16 bits have a sum without rounding; that of two entries may take all bits of a float.
+template <class T, bool kResidual>
+constexpr int kExactSums = sizeof(T) >= 4 || kResidual ? 0 : is_same<T, __half> ? 1 << 13 : 1 << 16;
 
 // kCentered: less the mean.
 template <class T, class W, int ACCESS, int GROUPS, int TEAM, int CLUSTER, bool kCentered, bool kResidual>
@@ -112,7 +115,8 @@ __device__ inline void norm_rows(const NormParams& params) {
     RowNorm<V> norm;
     measure<kCentered>(norm, row, cols);
     if constexpr (!is_same<T, __half>) measure_again<kCentered>(norm, row, cols, params.eps);
-    constexpr bool kCorrected = kCentered && sizeof(T) >= 4;
+    constexpr bool kExact = GROUPS > 0 && TEAM * CLUSTER * GROUPS * WIDTH <= kExactSums<T, kResidual>;
+    constexpr bool kCorrected = kCentered && !kExact;
     if constexpr (kCorrected) correct(norm, row, cols);
     const V factor = norm.factor(params.eps);
     if (team.exists) {

@@ -255,6 +255,18 @@ def test_layernorm_far_from_zero(device, rng, dtype):
         check_far_from_zero(device, rng, cols, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_layernorm_of_one_value_in_16_bits(device, dtype):
+    """Rows of one value, whose sum float32 rounds: it is long, or each entry is the sum of two."""
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    for cols, residual in ((65541 if dtype.name == "bfloat16" else 8199, None), (999, 0.1)):
+        x = np.stack([np.full(cols, v, dtype) for v in (255, 241, 239, -227)])
+        if dtype.name == "float16":
+            x = x * dtype.type(8) + dtype.type(7)
+        other = None if residual is None else device.put(np.full(x.shape, residual, dtype))
+        assert (device.get(rawops.layernorm(device.put(x), eps=1e-8, residual=other)) == 0).all()
+
+
 def test_norms_refuse(device):
     x = device.put(np.ones((3, 8), np.float16))
     for eps in (-1e-6, np.inf, np.nan, "1", None):
