@@ -373,6 +373,9 @@ def test_what_is_no_kernel_raises():
     for options in ([4], "-DN=4", None, 4, [b"-DN=4"]):
         with pytest.raises(TypeError, match="Kernel: options must be a tuple of strings, got"):
             rawops.Kernel(text, "f", options)
+    for option in ("-arch=sm_90a", "--gpu-architecture=compute_80"):
+        with pytest.raises(ValueError, match="Kernel: options must leave the architecture to the device"):
+            rawops.Kernel(text, "f", ["-DN=4", option])
     for arch in (None, 80, ["sm_80"]):
         with pytest.raises(TypeError, match="f: arch must be a name such as 'sm_90a', got"):
             rawops.Kernel(text, "f").compile(arch)

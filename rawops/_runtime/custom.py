@@ -57,6 +57,9 @@ class Kernel(ByArguments):
             fail(TypeError, "Kernel", "expression", "be a string such as 'saxpy<float>'", repr(expression))
         if not isinstance(options, (tuple, list)) or not all(isinstance(option, str) for option in options):
             fail(TypeError, "Kernel", "options", "be a tuple of strings", repr(options))
+        if any(option.startswith(("-arch", "--gpu-architecture")) for option in options):
+            rule = "leave the architecture to the device, or to compile(arch)"
+            fail(ValueError, "Kernel", "options", rule, repr(options))
         self._instance = Instance(sources.user_source(source), expression, tuple(options), always_native=True)
         self._arch: str | None = None
         self._last: Function | None = None
