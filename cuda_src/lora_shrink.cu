@@ -2,8 +2,8 @@
 // y = scaling * x @ a, each row with its own a.
 //
 // A row's place is behind all rows of a lower slot, and those before it of the same. There is a block for each place,
-// or for eight that are sorted; those work where a tile of up to 16 rows of one adapter begins, anywhere as indices
-// have it.
+// or for four that are sorted; those work where a tile of up to 16 rows of one adapter begins, anywhere as indices have
+// it.
 #include "common/adapters.cuh"
 #include "common/launches.cuh"
 
@@ -36,7 +36,7 @@ struct ShrinkParams {
 };
 
 constexpr int kGroupThreads = 256, kRowsOfWarp = 4, kSlotsAtATime = 4096;  // of lora_group
-constexpr int kMostGrouped = 256;                                          // of lora_shrink
+constexpr int kShrinkThreads = 512, kMostGrouped = 256;                    // of lora_shrink
 
 // Eight elements of a row as they lie in memory, `count` of which exist; the others become zero.
 template <class T, bool kAligned> __device__ inline uint4 read_eight(const T* from, int64_t stride, int count) {
@@ -59,27 +59,22 @@ __global__ void __launch_bounds__(kGroupThreads) lora_group(const __grid_constan
     const int lane = threadIdx.x % kWarpSize;
     const int first = (blockIdx.x * kGroupThreads + threadIdx.x) / kWarpSize * kRowsOfWarp;
     int slots[kRowsOfWarp], lower[kRowsOfWarp] = {}, before[kRowsOfWarp] = {};
-    start_next_launch();
-    await_launch_before();
 #pragma unroll
     for (int i = 0; i < kRowsOfWarp; ++i) slots[i] = first + i < params.M ? params.slot_of(first + i) : -1;
     for (int begin = 0; begin < params.M; begin += kSlotsAtATime) {
-        const int count = min_of(params.M - begin, kSlotsAtATime), earlier = min_of(max_of(first - begin, 0), count);
-        __syncthreads();
-#pragma unroll 8
-        for (int i = threadIdx.x; i < count; i += kGroupThreads) others[i] = params.slot_of(begin + i);
+        const int count = min_of(params.M - begin, kSlotsAtATime);
         __syncthreads();
 #pragma unroll 4
-        for (int other = lane; other < earlier; other += kWarpSize) {
-            const int slot = others[other];
-#pragma unroll
-            for (int i = 0; i < kRowsOfWarp; ++i) before[i] += slot == slots[i];
-        }
+        for (int i = threadIdx.x; i < count; i += kGroupThreads) others[i] = params.slot_of(begin + i);
+        __syncthreads();
 #pragma unroll 4
         for (int other = lane; other < count; other += kWarpSize) {
             const int slot = others[other];
 #pragma unroll
-            for (int i = 0; i < kRowsOfWarp; ++i) lower[i] += slot < slots[i];
+            for (int i = 0; i < kRowsOfWarp; ++i) {
+                lower[i] += slot < slots[i];
+                before[i] += slot == slots[i] && begin + other < first + i;
+            }
         }
     }
 #pragma unroll
@@ -89,8 +84,6 @@ __global__ void __launch_bounds__(kGroupThreads) lora_group(const __grid_constan
             lower[i] += __shfl_xor_sync(~0u, lower[i], step);
             before[i] += __shfl_xor_sync(~0u, before[i], step);
         }
-#pragma unroll
-        for (int own = 0; own < i; ++own) before[i] += slots[own] == slots[i];
         if (lane == i && first + i < params.M) {
             params.places[lower[i] + before[i]] = {slots[i], first + i, lower[i], 0};
         }
@@ -146,10 +139,11 @@ template <bool kGroups> __device__ inline void find_rows(BlockRows& block, const
 // y for the rows of a block in a slice of the columns, 8 * ATOMS ranks at a time, and x sorted in the first slice. The
 // warps share out K. The order of K within an atom is free as long as x and a share it: a thread takes eight elements
 // that lie side by side of both.
-template <class T, int ATOMS, bool kAligned, int WARPS, int UNROLL>
-__device__ inline void make_y(float (&parts)[WARPS][16][ATOMS * 8], const ShrinkParams& params, const BlockRows& block,
-                              int first, int slice) {
-    constexpr int RANKS = ATOMS * 8, K_STEP = WARPS * 32;
+template <class T, int ATOMS, bool kAligned>
+__device__ inline void make_y(float (&parts)[kShrinkThreads / kWarpSize][16][ATOMS * 8], const ShrinkParams& params,
+                              const BlockRows& block, int first, int slice) {
+    constexpr int WARPS = kShrinkThreads / kWarpSize, RANKS = ATOMS * 8;
+    constexpr int UNROLL = (kAligned ? 8 : 4) / ATOMS, K_STEP = WARPS * 32;
     const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
     const int count = block.count, slot = block.slot;
     const bool has_adapter = slot < params.max_loras;
@@ -221,7 +215,7 @@ __device__ inline void make_y(float (&parts)[WARPS][16][ATOMS * 8], const Shrink
             }
         }
         __syncthreads();
-        for (int i = thread; i < count * RANKS; i += WARPS * kWarpSize) {
+        for (int i = thread; i < count * RANKS; i += kShrinkThreads) {
             const int own = i / RANKS, r = i % RANKS;
             if (begin + r >= rank) continue;
             float sum = 0;
@@ -233,18 +227,14 @@ __device__ inline void make_y(float (&parts)[WARPS][16][ATOMS * 8], const Shrink
     }
 }
 
-// kGroups: the blocks sort the rows themselves, and each looks at one place. Otherwise it looks at eight, of which
-// hardly more than one is the first of a tile. Where there are more tiles than SMs, blocks are small, several on an SM:
-// they end at different times, and no SM waits for the last round.
-template <class T, int ATOMS, bool kAligned, bool kGroups, int THREADS>
-__global__ void __launch_bounds__(THREADS, kAligned && THREADS == 256 ? 8 / ATOMS : 1)
-    lora_shrink(const __grid_constant__ ShrinkParams params) {
-    constexpr int WARPS = THREADS / kWarpSize, PLACES = kGroups ? 1 : 8;
-    constexpr int UNROLL = kAligned && THREADS == 512 ? 8 / ATOMS : 4 / min_of(ATOMS, 2);
+// kGroups: the blocks sort the rows themselves, and each looks at one place. Otherwise it looks at a few, of which
+// hardly more than one is the first of a tile.
+template <class T, int ATOMS, bool kAligned, bool kGroups>
+__global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_constant__ ShrinkParams params) {
     __shared__ BlockRows block;
-    __shared__ float parts[WARPS][16][ATOMS * 8];
+    __shared__ float parts[kShrinkThreads / kWarpSize][16][ATOMS * 8];
+    constexpr int PLACES = kGroups ? 1 : 4;
     start_next_launch();
-    await_launch_before();
     const int begin = blockIdx.x * PLACES, lane = threadIdx.x % kWarpSize;
     uint32_t leading = 1;
     if constexpr (!kGroups) {
@@ -256,7 +246,7 @@ __global__ void __launch_bounds__(THREADS, kAligned && THREADS == 256 ? 8 / ATOM
     for (; leading != 0; leading &= leading - 1) {
         const int first = begin + __ffs(leading) - 1;
         find_rows<kGroups>(block, params, first);
-        if (block.count > 0) make_y<T, ATOMS, kAligned, WARPS, UNROLL>(parts, params, block, first, blockIdx.y);
+        if (block.count > 0) make_y<T, ATOMS, kAligned>(parts, params, block, first, blockIdx.y);
         __syncthreads();  // block and parts have been read
     }
 }

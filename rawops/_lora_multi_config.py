@@ -13,14 +13,15 @@ from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16")
 RANK_STEP = 16  # a slot has room for a multiple of it
-THREADS = 256  # of a block, but for the shrink kernel's
+SHRINK_THREADS, THREADS = 512, 256  # of a block of the shrink kernel; of the others
 GROUP_ROWS = 32  # whose places a block of the group kernel finds
 MOST_GROUPED = 256  # rows that every block of the shrink kernel sorts by itself, which saves a launch
-PLACES = 8  # that a block of the shrink kernel looks at where it need not sort
+PLACES = 4  # that a block of the shrink kernel looks at where it need not sort
 
 # Columns of a tile of 128 rows that leave the ranks registers, by whether b is K-major, and the parts of a gated tile.
 _WIDEST = {(True, 1): 176, (True, 2): 160, (False, 1): 192, (False, 2): 128}
-_NARROWEST_IN_TURN, _WIDEST_IN_TURN = 144, 176  # the same where consumers take turns
+# The same where consumers take turns; a narrower tile is multiplied before the other consumer is done with its own.
+_NARROWEST_IN_TURN, _WIDEST_IN_TURN = 144, 176
 _WAVES_IN_TURN = 4  # from which on it pays that one finishes a tile while the other multiplies
 _IN_ORDER = 64  # rows at most
 _BUFFERS = {64: 2, 128: 1}  # by the height of a tile: a warp's places for sixteen ranks of b of one adapter
@@ -53,18 +54,12 @@ GROUP = KernelSpec(
 SHRINK = KernelSpec(
     source="lora_shrink.cu",
     entry="rawops::lora_shrink",
-    template=("dtype", "atoms", "is_aligned", "groups", "threads"),
-    choices={
-        "dtype": DTYPES,
-        "atoms": (2, 4),
-        "is_aligned": (True, False),
-        "groups": (True, False),
-        "threads": (256, 512),
-    },
+    template=("dtype", "atoms", "is_aligned", "groups"),
+    choices={"dtype": DTYPES, "atoms": (2, 4), "is_aligned": (True, False), "groups": (True, False)},
     smoke=[
-        {"dtype": "float16", "atoms": atoms, "is_aligned": is_aligned, "groups": groups, "threads": threads}
+        {"dtype": "float16", "atoms": atoms, "is_aligned": is_aligned, "groups": is_aligned}
         for atoms in (2, 4)
-        for is_aligned, groups, threads in ((True, True, 512), (True, False, 256), (False, False, 512))
+        for is_aligned in (True, False)
     ],
     params=SHRINK_PARAMS,
 )
@@ -188,10 +183,16 @@ def _with_buffers(config, problem, max_shared_bytes: int) -> tuple:
     return config, config.shared_bytes(problem) + more
 
 
-def _takes_turns(problem, config) -> bool:
-    """Tell whether the consumers of a configuration of `gemm` go on taking turns: K-major, without an epilogue."""
-    fits = config.block_m == 128 and config.block_n >= _NARROWEST_IN_TURN and problem.b_k_major
-    return config.ping_pong and fits and problem.finish == PLAIN and config.waves >= _WAVES_IN_TURN
+def _takes_turns(problem, config, sizes: tuple[int, int]) -> bool:
+    """Tell whether the consumers of a configuration of `gemm` go on taking turns: K-major, without an epilogue.
+
+    If its tile is too narrow for that, a wider one may take a tenth longer.
+    """
+    fits = config.block_m == 128 and problem.b_k_major and problem.finish == PLAIN
+    if not (config.ping_pong and fits and config.waves >= _WAVES_IN_TURN):
+        return False
+    wide = configure(problem, *sizes, config.block_m, _WIDEST_IN_TURN, config.cluster, True)
+    return config.block_n >= _NARROWEST_IN_TURN or 10 * wide.cost <= 11 * config.cost
 
 
 def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, in_order: bool):
@@ -200,13 +201,15 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
     The configuration is that of `gemm` for x as it comes: rows without an adapter get the same bits.
     """
     problem = _gemm_sm90.describe_problem(operands, M, N, K, extents, activation)
-    config = _gemm_sm90.select_config(problem, device.sm_count, device.max_shared_bytes)
-    in_turn = _takes_turns(problem, config)
+    sizes = device.sm_count, device.max_shared_bytes
+    config = _gemm_sm90.select_config(problem, *sizes)
+    in_turn = _takes_turns(problem, config, sizes)
     config = replace(config.with_whole_tiles(problem), ping_pong=in_turn, pairs=False)
-    width = _WIDEST_IN_TURN if in_turn else _WIDEST[problem.b_k_major, problem.parts]
-    if config.block_m == 128 and config.block_n > width:
-        sizes = device.sm_count, device.max_shared_bytes
-        config = configure(problem, *sizes, config.block_m, width, config.cluster, in_turn)
+    narrowest, widest = 0, _WIDEST[problem.b_k_major, problem.parts]
+    if in_turn:
+        narrowest, widest = _NARROWEST_IN_TURN, _WIDEST_IN_TURN
+    if config.block_m == 128 and not narrowest <= config.block_n <= widest:
+        config = configure(problem, *sizes, config.block_m, widest, config.cluster, in_turn)
     b, out = operands["b"], operands["out"]
     problem = replace(problem, finish=PLAIN if problem.finish == PLAIN else DIRECT)
     config, shared_bytes = _with_buffers(config, problem, device.max_shared_bytes)

@@ -24,6 +24,7 @@ from rawops._lora_multi_config import (
     PLACES,
     SHRINK,
     SHRINK_PARAMS,
+    SHRINK_THREADS,
     SM80,
     THREADS,
     comes_in_order,
@@ -169,9 +170,8 @@ class MultiProduct(Base):
         capacity = _capacity(M)
         x_row, x_col = (s // dtype.itemsize for s in x.strides)
         is_aligned = addresses[0] % 16 == 0 and x_col == 1 and K % 8 == 0 and x_row % 8 == 0
-        threads = 256 if 16 * device.sm_count < M else 512  # of a tile of 16 rows: with one an SM at most, it has more
         choices = {"dtype": dtypes.name(dtype), "is_aligned": is_aligned, "groups": M <= MOST_GROUPED}
-        shrink = SHRINK.kernel(device, atoms=2 if slot_rank <= 16 else 4, threads=threads, **choices)
+        shrink = SHRINK.kernel(device, atoms=2 if slot_rank <= 16 else 4, **choices)
         group = None if M <= MOST_GROUPED else GROUP.kernel(device)
         sorted_row, index_stride = row_of_sorted(K), indices.strides[0] // 4
         of_shrink = (x_row, x_col, a_row, sorted_row, index_stride, M, K, max_loras, slot_rank, capacity)
@@ -197,8 +197,8 @@ class MultiProduct(Base):
                 pointers = (addresses[0], a, addresses[-1], ranks, non_finite, scalings, sorted_x, y)
                 params = SHRINK_PARAMS.pack(*pointers, infos, infos + 16 * capacity, *of_shrink)
                 if group is not None:
-                    group.launch((-(-M // GROUP_ROWS), 1, 1), (THREADS, 1, 1), (params,), early=True)
-                shrink.launch(grid, (threads, 1, 1), (params,), early=True)
+                    group.launch((-(-M // GROUP_ROWS), 1, 1), (THREADS, 1, 1), (params,))
+                shrink.launch(grid, (SHRINK_THREADS, 1, 1), (params,))
                 return ADAPTERS.pack(b, y, ranks, columns, infos, *of_adapters)
 
             before = _Before(sort, (addresses[0], addresses[-1], index_stride, y))

@@ -105,10 +105,9 @@ def test_a_load_that_fails_leaves_an_empty_slot(device, rng, monkeypatch):
     op(device.put(x), indices)
 
 
-@pytest.mark.parametrize("M", [19, 300, 2200])
+@pytest.mark.parametrize("M", [19, 300])
 def test_permutations(device, rng, M):
-    """Rows in another order give the same bits in that order; 300 rows are sorted by a kernel of its own, and more than
-    sixteen an SM are multiplied with a by smaller blocks."""
+    """Rows in another order give the same bits in that order; 300 rows are sorted by a kernel of its own."""
     N, K = 24, 40
     x, c = rng.standard_normal((M, K)).astype(np.float16), rng.standard_normal((K, N)).astype(np.float16)
     op = MultiLoRA(device.put(c), 6, 16)

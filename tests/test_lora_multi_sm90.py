@@ -20,7 +20,7 @@ from lora_adapters import (
 )
 
 import rawops
-from rawops import _gemm_sm90_split
+from rawops import _gemm_sm90_config, _gemm_sm90_split, _lora_multi_config
 from rawops.lora import MultiLoRA
 from rawops.testing import has_gpu
 from rawops.testing.tolerances import assert_close
@@ -241,3 +241,16 @@ def test_any_order_of_completion(force, monkeypatch, rng, cluster, in_turn):
         assert "lora_multi_sm90" in emu.report[-1].kernel
     for other in results[1:]:
         np.testing.assert_array_equal(results[0], other)
+
+
+@pytest.mark.parametrize(
+    "M, N, expected",
+    [(4096, 28672, True), (8192, 28672, True), (2200, 28672, True), (2048, 4096, False), (100_000, 128, False)],
+)
+def test_which_consumers_take_turns(M, N, expected):
+    """Those of gemm that do, in few waves not, and not where tiles as wide as that takes are for half of them empty."""
+    sizes = 132, 232448
+    problem = _gemm_sm90_config.Problem(M, N, 4096, b_k_major=True)
+    config = _gemm_sm90_config.select_config(problem, *sizes)
+    assert _lora_multi_config._takes_turns(problem, config, sizes) == expected
+    assert config.ping_pong or not expected
