@@ -70,9 +70,8 @@ class Batch:
             copy_to_device(self.prefix, np.array([0, len(sequences), count * allocator.page_size], np.int32))
         return self._shared[1]
 
-    def update(self, allocator: PageAllocator) -> None:
-        """Bring the buffers to what the allocator says, in the order of the current stream."""
-        sequences = [allocator[name] for name in self.names]
+    def update(self, sequences: list[Sequence]) -> None:
+        """Bring the buffers to what the allocator has under `names`, in the order of the current stream."""
         if self._seen is None:
             self._copy_all(sequences)
         else:

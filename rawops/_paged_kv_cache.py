@@ -317,7 +317,7 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
             if batch is None:
                 batch = self._steps[len(names)] = Batch(self._device, names, self._allocator.max_pages)
             batch.choose(names)
-            batch.update(self._allocator)
+            batch.update([self._allocator[name] for name in names])
             return batch.block_table, batch.seq_lens, batch.positions
 
     # --- host memory ---
@@ -404,13 +404,14 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
 
     def _batch(self, names: tuple[int, ...]) -> Batch:
         """Return the buffers of sequences, up to date."""
+        sequences = [self._allocator[name] for name in names]  # raises for 1.0, which would find the buffers of 1
         batch = self._batches.get(names)
         if batch is None:
             batch = self._batches[names] = Batch(self._device, names, self._allocator.max_pages)
             if len(self._batches) > _MAX_BATCHES:
                 self._batches.popitem(last=False)
         self._batches.move_to_end(names)
-        batch.update(self._allocator)
+        batch.update(sequences)
         return batch
 
     def _attend(self, function: str, q, names: tuple[int, ...], cu_seqlens_q, out, return_lse: bool, options: dict):

@@ -296,6 +296,15 @@ def test_mistakes(device, rng, message):
     loop.check()
 
 
+def test_a_number_that_equals_a_name_is_none(device):
+    cache = rawops.PagedKVCache(4, 16, 1, 64)
+    name = cache.add_sequence()
+    for _ in range(2):  # without buffers for the name, and with them
+        with pytest.raises(ValueError, match=r"a sequence must be .*, got 0\.0"):
+            cache.seq_lens([float(name)])
+        assert device.get(cache.seq_lens([name])).tolist() == [0]
+
+
 @pytest.mark.gpu
 def test_generation_under_one_graph(rng):
     """A thousand tokens by replays of one graph, against eager calls on a second cache: the same bits."""
