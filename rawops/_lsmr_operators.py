@@ -42,8 +42,6 @@ class LinearOperator:
 
     def __init__(self, shape, matvec: Callable, rmatvec: Callable, dtype) -> None:
         function = "LinearOperator"
-        if not isinstance(shape, (tuple, list)) or len(shape) != 2:
-            fail(TypeError, function, "shape", "be (m, n)", repr(shape))
         self.shape = _extents(function, "shape", shape)
         for name, product in (("matvec", matvec), ("rmatvec", rmatvec)):
             if not callable(product):
@@ -336,5 +334,7 @@ def _dense(function: str, A):
 
 
 def _extents(function: str, argument: str, shape) -> tuple:
-    """Return a shape as a tuple of ints."""
+    """Return the shape of an operator as a tuple of two ints."""
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+        fail(TypeError, function, argument, "be (m, n)", repr(shape))
     return tuple(checks.int_range(function, argument, extent, 0, 2**63 - 1) for extent in shape)

@@ -284,8 +284,7 @@ class LSMR(NotCopied, instead="Make a new one of A."):
         if hasattr(b, "toarray"):
             with arrays.current_of(b):
                 b = b.toarray()
-        if b is None:
-            fail(TypeError, function, names[0], "be a GPU array", "None")
+        checks.arrays_given(function, **{names[0]: b})
         given = dict(zip(names, (b, x0), strict=True))
         (b, x0), give = arrays.take(function, **given)
         device = arrays.device_of(function, **dict(zip(names, (b, x0), strict=True)))

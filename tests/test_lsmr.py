@@ -373,7 +373,7 @@ def test_operator_that_returns_nonsense_raises(device):
         (ValueError, r"b must have shape \(4,\) or \(4, 1\), got shape \(4, 2\)", {"b": np.ones((4, 2))}),
         (ValueError, r"b must have shape \(4,\) or \(4, 1\), got shape \(3,\)", {"b": np.ones(3)}),
         (ValueError, r"x0 must have shape \(3,\) or \(3, 1\), got shape \(4,\)", {"x0": np.ones(4)}),
-        (TypeError, "b must be a GPU array, got None", {"b": None}),
+        (TypeError, "b must be an array, got None", {"b": None}),
         (TypeError, "A must be a matrix or an operator, got int. Pass a SparseMatrix", {"A": 3}),
         (ValueError, r"A must have 2 dimensions, got shape \(3,\)", {"A": np.ones(3)}),
     ],
@@ -403,6 +403,7 @@ def test_mistakes_of_an_operator(message, arguments):
     [
         ("A must have shape, dtype, matvec and rmatvec, got SimpleNamespace without dtype", {"dtype": None}),
         ("shape of A must be an integer, got 4.0", {"shape": (4.0, 3)}),
+        (r"shape of A must be \(m, n\), got 4", {"shape": 4}),
         ("A must have dtype float16, .* or an integer type, got float128", {"dtype": np.longdouble}),
         ("A must have dtype float16, .* or an integer type, got object", {"dtype": object}),
     ],
