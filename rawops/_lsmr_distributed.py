@@ -33,6 +33,8 @@ class DistributedOperator:
         if not (hasattr(communicator, "all_reduce") or hasattr(communicator, "allReduce")):
             rule, got = "have all_reduce or be an NcclCommunicator", type(communicator).__name__
             fail(TypeError, "DistributedOperator", "communicator", rule, got)
+        if not (hasattr(A, "shape") and hasattr(A, "dtype")):
+            fail(TypeError, "DistributedOperator", "A", "be a matrix or an operator", type(A).__name__)
         self.A, self.communicator = A, communicator
         self.shape, self.dtype = tuple(A.shape), np.dtype(A.dtype)
 

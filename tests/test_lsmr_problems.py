@@ -295,6 +295,8 @@ def test_distributed_mistakes(device):
     with pytest.raises(TypeError, match=r"communicator must have all_reduce or be an NcclCommunicator, got int"):
         rawops.DistributedOperator(device.put(np.eye(3)), 3)
     alone = SimpleNamespace(all_reduce=lambda source, target: None)
+    with pytest.raises(TypeError, match="DistributedOperator: A must be a matrix or an operator, got list"):
+        rawops.DistributedOperator([[1.0]], alone)
     operator = rawops.LinearOperator((3, 3), lambda x: x, lambda x: x, "float64")
     with pytest.raises(ValueError, match="preconditioner must not be 'column' for an operator"):
         rawops.lsmr(rawops.DistributedOperator(operator, alone), device.put(np.ones(3)), preconditioner="column")
