@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--real", action="store_true", help="also a feed-forward block of MiniLM-L6 on a sentence")
     sub.add_argument("--json", action="store_true")
     for name, run, text in (
-        ("kernels", _kernels, "every kernel instance with registers, shared memory and spills"),
+        ("kernels", _kernels, "registers, shared memory and spills of every instance; compiles what the cache lacks"),
         (
             "compile",
             _compile,
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
     ):
         sub = command(name, run, text)
-        sub.add_argument("--arch", action="append", help=f"architecture or 'all' = {', '.join(compiler.ARCHS)}")
+        sub.add_argument("--arch", action="append", help=f"or 'all', as without: {', '.join(compiler.ARCHS)}")
         sub.add_argument("--all", action="store_true", help="the whole product of template choices")
         sub.add_argument("--json", action="store_true")
     sub = command("bench", _bench, "time an op beside its rivals (needs a checkout with bench/)")

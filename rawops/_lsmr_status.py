@@ -142,7 +142,7 @@ class Progress:
 
 
 class _Display:
-    """A line that lives while the solver runs."""
+    """What is solved, and a line that lives while the solver runs, 80 columns at most."""
 
     def __init__(self, settings: Settings, shape: tuple) -> None:
         from rich.console import Console
@@ -153,9 +153,10 @@ class _Display:
         self._bars = Progress(*columns, console=self._console)
         m, n = shape
         self._title = f"LSMR, {m} x {n}, damp {settings.damp:g}, atol {settings.atol:g}, btol {settings.btol:g}"
-        self._task = self._bars.add_task(self._title, total=max(settings.maxiter, 0))
+        self._task = self._bars.add_task("", total=max(settings.maxiter, 0))
 
     def start(self) -> None:
+        self._console.print(self._title)
         self._bars.start()
 
     def stop(self) -> None:
@@ -163,7 +164,7 @@ class _Display:
 
     def update(self, last: Iteration) -> None:
         text = f"||r|| {last.normr:.3e}  ||A^H r|| {last.normar:.3e}  cond {last.conda:.1e}"
-        self._bars.update(self._task, completed=last.itn, description=f"{self._title}: {text}")
+        self._bars.update(self._task, completed=last.itn, description=text)
 
     def finish(self, status: Status) -> None:
         self._console.print(str(status))

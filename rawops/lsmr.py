@@ -161,18 +161,19 @@ class LSMR(NotCopied, instead="Make a new one of A."):
         if reorthogonalize is None:
             return 0
         if isinstance(reorthogonalize, str):
-            checks.choice(self._function, "reorthogonalize", reorthogonalize, ("full",))
+            if reorthogonalize != "full":
+                fail(ValueError, self._function, "reorthogonalize", "be 'full' or a number", repr(reorthogonalize))
             return most
         return min(checks.int_range(self._function, "reorthogonalize", reorthogonalize, 1, 2**31 - 1), most)
 
     def _preconditioned(self, preconditioner):
-        function = self._function
+        function, rule = self._function, "be 'column' or have solve and rsolve"
         if isinstance(preconditioner, str):
-            checks.choice(function, "preconditioner", preconditioner, ("column",))
+            if preconditioner != "column":
+                fail(ValueError, function, "preconditioner", rule, repr(preconditioner))
             preconditioner = column_scaling(function, self._product)
         elif not (hasattr(preconditioner, "solve") and hasattr(preconditioner, "rsolve")):
-            rule, got = "be 'column' or have solve and rsolve", type(preconditioner).__name__
-            fail(TypeError, function, "preconditioner", rule, got)
+            fail(TypeError, function, "preconditioner", rule, type(preconditioner).__name__)
         if isinstance(self._product, EmptyProduct):
             return self._product
         return PreconditionedProduct(function, self._product, preconditioner)
@@ -407,7 +408,8 @@ def lsmr(
     later. In float32 a few per cent more iterations are usual, and the estimates may drift from the truth on an
     ill-conditioned system: the true norms are computed once at the end, and ``.status`` says where they contradict the
     stop code. As with SciPy, ||A|| is over-estimated and the condition under-estimated severalfold, so that `conlim`
-    rarely stops anything. NaN and infinities in A or b run to `maxiter`: istop 7.
+    rarely stops anything. NaN and infinities in A or b run to `maxiter`: istop 7. Squares must be numbers of float64,
+    too: what is below 1e-154 counts as 0 in a norm, what is above 1e154 as infinite.
 
     The host reads the state every few iterations, one chunk behind; no iteration waits for it. Use `LSMR` to solve with
     one A repeatedly. Workspace besides A and b: m + 4 n elements, x among them, and some thousand float64 numbers.

@@ -80,6 +80,9 @@ class SparseMatrix(NotCopied, instead="Copy or pickle to_scipy(), and make a new
     __array_ufunc__ = None
 
     def __init__(self, store: Store, transposed: bool = False, conjugated: bool = False) -> None:
+        if not isinstance(store, Store):
+            rule = "come from from_csr, from_csc, from_coo, from_scipy or from_cupy"
+            checks.fail(TypeError, "SparseMatrix", "store", rule, type(store).__name__)
         self._store, self._transposed, self._conjugated = store, transposed, conjugated
 
     # --- construction -----------------------------------------------------------------------------------------------
@@ -224,8 +227,10 @@ class SparseMatrix(NotCopied, instead="Copy or pickle to_scipy(), and make a new
 
         Values of 16 bits, with which SciPy does not compute, become float32.
         """
-        from scipy import sparse
-
+        try:
+            from scipy import sparse
+        except ImportError as error:
+            raise ImportError("SparseMatrix.to_scipy: needs SciPy: pip install scipy") from error
         store = self._store
         rows, is_csc = store.values, store.given != self._transposed
         xp = formats.module_of(rows.data)

@@ -1,6 +1,7 @@
 """LSMR from iteration to iteration: what a solver keeps, graphs, history and progress, callbacks, interruptions."""
 
 import contextlib
+import re
 
 import numpy as np
 import pytest
@@ -151,7 +152,9 @@ def test_a_capture_that_is_cut_short_leaves_no_graph(device, rng, monkeypatch):
 def test_show(device, rng, capsys):
     a, b = system(rng, 20, 6)
     rawops.lsmr(device.put(a), device.put(b), show=True)
-    assert "istop 2: the least-squares solution to the tolerance atol" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "istop 2: the least-squares solution to the tolerance atol" in shown
+    assert re.search(r"\|\|A\^H r\|\| \d\.\d{3}e[+-]\d\d  cond \d\.\de[+-]\d\d ", shown)  # all digits in 80 columns
 
 
 @pytest.mark.gpu

@@ -1,9 +1,12 @@
 """SparseMatrix: exact products in both directions, dtypes, what is not read, views, checks."""
 
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
 from coordinates import Coordinates, integers, same
+from scipy import sparse
 
 import rawops
 from rawops import SparseMatrix, _sparse_formats
@@ -380,6 +383,8 @@ def test_construction_is_checked(device):
         SparseMatrix.from_coo(arrays[0], device.put(np.array([0, 1, 1])), arrays[1], (2, 0))
     with pytest.raises(TypeError, match="sparse matrix"):
         SparseMatrix.from_scipy(np.eye(3))
+    with pytest.raises(TypeError, match=r"SparseMatrix: store must come from from_csr, .* or from_cupy, got ndarray"):
+        SparseMatrix(np.eye(3))
 
 
 def test_products_are_checked(device, rng):
@@ -420,3 +425,10 @@ def test_host_arrays_outside_the_emulator_are_refused():
     arrays = np.ones(1, np.float32), np.zeros(1, np.int32), np.array([0, 1])
     with pytest.raises((TypeError, ImportError), match="emulate"):
         SparseMatrix.from_csr(*arrays, (1, 1))
+
+
+def test_to_scipy_without_scipy(device, monkeypatch):
+    A = SparseMatrix.from_scipy(sparse.eye_array(3))
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ImportError, match=r"SparseMatrix\.to_scipy: needs SciPy: pip install scipy"):
+        A.to_scipy()
