@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rawops
-from rawops._runtime import cache, kernel
+from rawops._runtime import cache, compiler, kernel
 from rawops.testing import has_gpu
 
 pytest_plugins = ("hopper_gemm",)
@@ -71,6 +71,14 @@ def own_cache(tmp_path, monkeypatch):
     """An empty folder for the compiled kernels of one test, and no kernels of other tests for `reload` to see."""
     monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(kernel.Instance, "_all", weakref.WeakSet())
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The name expressions that NVRTC was run on."""
+    ran, compile = [], compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda *args: ran.append(args[2]) or compile(*args))
+    return ran
 
 
 @pytest.fixture
