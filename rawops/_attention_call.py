@@ -258,6 +258,7 @@ class Attention:
         if lse is not None:
             checks.dtype(self.function, "lse", lse, ("float32",))
             checks.shape(self.function, "lse", lse, sizes.lse)
+            checks.output(self.function, "lse", lse)
             if not lse.flags.c_contiguous:
                 checks.fail(ValueError, self.function, "lse", "be C-contiguous", f"strides {lse.strides}")
         apart = keep_apart(operands, _LSE, tuple(i for i in range(len(ROLES)) if i != _LSE))

@@ -214,7 +214,7 @@ def check_scores(function: str, named: dict, sizes: Sizes) -> None:
         if tuple(slopes.shape) not in ((sizes.heads,), (sizes.batches, sizes.heads)):
             rule = f"have shape ({sizes.heads},) or ({sizes.batches}, {sizes.heads})"
             checks.fail(ValueError, function, "alibi_slopes", rule, tuple(slopes.shape))
-        if sizes.heads > 1 and slopes.strides[-1] != 4:
+        if slopes.size and sizes.heads > 1 and slopes.strides[-1] != 4:
             checks.fail(
                 ValueError, function, "alibi_slopes", "be contiguous along its heads", f"strides {slopes.strides}"
             )

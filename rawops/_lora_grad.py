@@ -172,6 +172,9 @@ def _step() -> Product:
 
 def _run(device, dout, x, c, a, b, scaling: float, results: list) -> None:
     dx, da, db = results
+    if 0 in c.shape:
+        dx[...] = da[...] = db[...] = 0
+        return
     rows, rank = math.prod(x.shape[:-1]), a.shape[1]
     is_plain, is_wide = rank == 0 or rows == 0 or scaling == 0, x.dtype.itemsize > 2
     flat_x, flat_dout = x.reshape(rows, x.shape[-1]), dout.reshape(rows, dout.shape[-1])

@@ -75,7 +75,7 @@ class _SortedProduct(Base):
     stack: Stack
 
     def _steps_of(self, device, request: Request, types, described: dict, further: dict, folded, sizes: Sizes):
-        if sizes.M == 1 and _is_streamed(described, sizes):
+        if sizes.M == 1 and sizes.K > 0 and _is_streamed(described, sizes):
             return _BY_ADDEND
         steps = super()._steps_of(device, request, types, described, further, folded, sizes)
         if not isinstance(steps, Repacked):

@@ -257,7 +257,7 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
             As for `decode`.
         """
         function = f"{_NAME}.prefill"
-        if isinstance(cu_seqlens_q, (tuple, list)):
+        if isinstance(cu_seqlens_q, Sized):
             rows = [checks.int_range(function, "cu_seqlens_q", x, 0, 2**31 - 1) for x in cu_seqlens_q]
             if getattr(q, "ndim", None) == 3:  # else that is the mistake to name
                 check_rows(function, rows, q.shape[0])
@@ -442,6 +442,7 @@ class PagedKVCache(NotCopied, instead="Make a new one, and append the tokens; fo
             checks.dtype(function, "out", target, (dtypes.name(queries.dtype),))
             checks.shape(function, "out", target, queries.shape)
             checks.output(function, "out", target)
+            check_apart_once(function, self._device, {"out": target, "pages": self.pages}, ("out",))
         common = pages * self.page_size
         prefix, table, scales = batch.prefix, batch.block_table, (self.k_scale, self.v_scale)
         shared = (q, self.pages, table[:1, :pages], prefix[2:], prefix[:2], None, *scales, None)
@@ -492,7 +493,7 @@ def _names_of(function: str, sequences) -> tuple[int, ...]:
 def _may_cascade(options: dict) -> bool:
     window = options.get("window")
     others = all(options.get(name) is None for name in _APART[1:])
-    return others and (window is None or (isinstance(window, tuple) and window == (None, None)))
+    return others and (window is None or (isinstance(window, (tuple, list)) and [*window] == [None, None]))
 
 
 _APART = ("window", "alibi_slopes", "num_splits")  # what a cascade does not have

@@ -68,6 +68,7 @@ class BSRMatrix(NotCopied, instead="Make a new one by to_bsr() of a SparseMatrix
             if data.ndim != 3 or data.shape[1] != data.shape[2]:
                 checks.fail(ValueError, function, "data", "have shape (blocks, block, block)", f"{tuple(data.shape)}")
             data = data.astype(formats.value_dtype(function, "data", data.dtype), copy=False)
+            shape = formats.check_shape(function, shape)
             grid = _grid(function, shape, data.shape[2])
             numbers = formats.module_of(data).arange(data.shape[0], dtype=np.int32)
             rows = formats.from_compressed(function, device, numbers, indices, indptr, grid, "block row")
@@ -239,7 +240,6 @@ def from_rows(function: str, device, rows: formats.Rows, block: int, conjugated:
 
 def _grid(function: str, shape, block: int) -> tuple[int, int]:
     """Return the shape in blocks."""
-    shape = formats.check_shape(function, shape)
     if block not in BLOCKS:
         checks.fail(ValueError, function, "data", f"have blocks of {', '.join(map(str, BLOCKS))}", block)
     if shape[0] % block or shape[1] % block:

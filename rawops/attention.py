@@ -77,7 +77,7 @@ def flash_attention(
     softcap : float
         0 for none. A score is then right to about 1e-7 of it.
     alibi_slopes : array (num_heads,) or (batch, num_heads), optional
-        float32. The distance is from key j to ``i + seqlen_k - seqlen_q``.
+        float32, contiguous along its heads. The distance is from key j to ``i + seqlen_k - seqlen_q``.
     bias : array broadcastable to (batch, num_heads, seqlen_q, seqlen_k), optional
         Of q's dtype or float32. -inf takes a key's weight, but not a NaN or an infinity that its k or v has. What is
         past the range of float32 when multiplied by log2(e), as its lowest number is, counts as -inf.
@@ -164,8 +164,8 @@ def flash_attention_varlen(
     k : array (total_k, num_kv_heads, head_dim)
     v : array (total_k, num_kv_heads, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : array (batch + 1,)
-        int32 on the device, from 0 on: sequence b has rows ``cu_seqlens[b]`` to before ``cu_seqlens[b + 1]``. Any
-        sequence may be empty on either side.
+        int32 on the device, contiguous, from 0 on: sequence b has rows ``cu_seqlens[b]`` to before
+        ``cu_seqlens[b + 1]``. Any sequence may be empty on either side.
     max_seqlen_q, max_seqlen_k : int
         The longest sequences; what the grid is made for. A longer one is right all the same, only slower;
         RAWOPS_CHECK=1 raises for it.

@@ -293,6 +293,8 @@ def test_wrong_plan():
         FlashAttention(softcap=-1)
     with rawops.emulate():
         q = np.zeros((1, 2, 2, 64), np.float16)
+        with pytest.raises(ValueError, match="FlashAttention: lse must be writeable"):
+            FlashAttention(return_lse=True)(q, q, q, lse=np.broadcast_to(np.float32(0), (1, 2, 2)))
         with pytest.raises(ValueError, match="FlashAttention: lse must have shape"):
             FlashAttention(return_lse=True)(q, q, q, lse=np.zeros((1, 2, 3), np.float32))
         k = np.zeros((1, 2, 2, 64), np.float32)

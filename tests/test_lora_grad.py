@@ -139,6 +139,16 @@ def test_nothing_to_add(device, rng):
     same(device, lora_linear_backward(**put(device, inputs | empty)), (np.zeros((0, 24)), *zeros))
 
 
+@pytest.mark.parametrize("N, K", [(0, 24), (16, 0), (0, 0)])
+def test_no_columns(device, rng, N, K):
+    """Of c, as views whose rows lie apart as before: dX, dA and dB of what there is are zeros."""
+    inputs = put(device, operands(rng, 6, 16, 24, 4))
+    kept = {"dout": (slice(None), slice(N)), "x": (slice(None), slice(K)), "c": (slice(K), slice(N))}
+    kept |= {"a": (slice(K), slice(None)), "b": (slice(None), slice(N))}
+    got = lora_linear_backward(**{name: x[kept[name]] for name, x in inputs.items()})
+    same(device, got, [np.zeros(shape) for shape in ((6, K), (K, 4), (4, N))])
+
+
 def test_non_finite_values(device, rng):
     """Inf and NaN reach the entries that IEEE arithmetic says, and no others."""
     inputs = {name: abs(x) + np.float16(1) for name, x in operands(rng, 20, 24, 16, 4).items()}

@@ -299,6 +299,7 @@ def test_nothing(device, rng):
     empty = MultiLoRA(c[:0], 1, 4, bias=device.put(np.arange(16, dtype=np.float16)))
     empty.load(0, device.put(np.zeros((0, 4), np.float16)), device.put(integers(rng, (4, 16))))
     same(device, empty(x[:, :0], indices), np.tile(np.arange(16.0), (3, 1)))
+    same(device, empty(x[:1, :0], indices[:1]), np.arange(16.0)[None])
     same(device, empty(x[:, None, :0], indices[:, None]), np.tile(np.arange(16.0), (3, 1, 1)))
     assert op(x[:0, None], indices[:0, None], residual=x[:0, None, :1]).shape == (0, 1, 16)
     narrow = MultiLoRA(c, 1, 4, slices=[(3, 3), (0, 3)])  # one of no columns

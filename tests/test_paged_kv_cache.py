@@ -101,12 +101,12 @@ def test_prefill_in_chunks_equals_all_at_once(device, rng):
     a, b = loop.add(), loop.add(3)
     q = rng.standard_normal((20, 4, DIM)).astype(np.float16)
     got = []
-    for n, others in ((9, 1), (6, 2), (5, 0)):
+    for n, others in ((9, 1), (4, 4), (2, 2), (5, 0)):
         loop.append([a, b], [n, others])
         start = len(loop.kv[a][0]) - n
         mixed = np.concatenate([q[start : start + n], q[:others]])
         cu = [0, n, n + others]
-        cu = cu if others else device.put(np.array(cu, np.int32))
+        cu = range(0, 3 * n, n) if n == others else cu if others else device.put(np.array(cu, np.int32))
         got.append(device.get(loop.cache.prefill(device.put(mixed), [a, b], cu))[:n])
     want, _ = attend(q, *loop.kv[a])
     assert_close(np.concatenate(got), want, np.float16, k=2**17, magnitude=1.0)
@@ -272,6 +272,10 @@ MISTAKES = {
     "block_table: sequences must be a sequence": (lambda c, x: c.block_table(0), TypeError),
     "seq_lens: sequences must be a sequence": (lambda c, x: c.seq_lens(None), TypeError),
     "cu_seqlens_q must rise from 0 to at most 1": (lambda c, x: c.prefill(x, [0], [0, 2]), ValueError),
+    "cascade must be False with any of window": (
+        lambda c, x: c.decode(x, [0], cascade=True, window=[3, None]),
+        ValueError,
+    ),
     "cu_seqlens_q must be an integer": (lambda c, x: c.prefill(x, [0], [0, "1"]), TypeError),
     r"a sequence must be one that was added and not freed, got \[0\]": (lambda c, x: c.fork([0]), ValueError),
     "a sequence must be .*, got False": (lambda c, x: c.length(False), ValueError),

@@ -35,6 +35,11 @@ def test_cascade_equals_plain(device, rng, monkeypatch, kernel):
         assert loop.cache.decode(q, sequences, cascade=True, softcap=5.0, out=given) is given
         plain = device.get(loop.cache.decode(q, sequences, softcap=5.0)).astype(np.float64)
         assert_close(device.get(given), plain, np.float16, k=2**16, magnitude=1.0)
+    loop.cache.decode(q, sequences, cascade=True, window=[None, None])
+    with pytest.raises(ValueError, match="decode: out must not overlap pages"):
+        inside = loop.cache.pages.reshape(-1)[: q.size].reshape(q.shape)
+        loop.cache.decode(q, sequences, cascade=True, softcap=5.0, out=inside)
+    loop.check()
     monkeypatch.setattr("rawops._paged_kv_cascade_sm90.APART_BYTES", 0)
     monkeypatch.setattr("rawops._paged_kv_cache.attend_to_prefix", lambda *_: pytest.fail("a cascade"))
     loop.cache.decode(q, [a, a_too, b, d], window=(5, None))

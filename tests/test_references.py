@@ -128,6 +128,13 @@ def test_errors_reports_size_and_shape():
         tolerances.assert_close(np.zeros(3), np.zeros((3, 1)), "float16")
 
 
+def test_a_score_of_nan_is_a_key_that_is_seen():
+    q, k = np.ones((1, 1, 1, 2)), np.ones((1, 2, 1, 2))
+    q[0, 0, 0, 0] = np.nan
+    out, lse = references.attention(q, k, k)
+    assert np.isnan(out).all() and np.isnan(lse).all()
+
+
 def test_complex_numbers_are_refused():
     whole, half = np.array([1 + 2j]), np.array([1.0])
     for got, reference in ((whole, half), (half, whole)):

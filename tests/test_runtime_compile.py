@@ -422,6 +422,11 @@ def test_a_broken_edit_is_reported_once_and_the_last_good_kernel_stays(tmp_path,
     assert rawops.reload() == []
 
 
+def test_a_flag_that_is_none_reloads_nothing():
+    with pytest.raises(TypeError, match="reload: compile must be True or False, got 'no'"):
+        rawops.reload(compile="no")
+
+
 def test_text_kernels_never_change(compilations):
     k = rawops.Kernel("__global__ void f() {}\n", "f")
     k.compile("sm_80")

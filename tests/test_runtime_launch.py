@@ -139,6 +139,9 @@ def test_a_struct_of_the_wrong_size_or_kind_raises(device):
     for wrong, got in ((MIXED[:-1], "bytes of 255 bytes"), (np.zeros(2, MIRROR), "ndarray of 512"), (3, "3")):
         with pytest.raises(TypeError, match=rf"args\[1\] must be bytes or a size-one .* of 256 bytes .*got {got}"):
             kernel(1, 1, (5, wrong, out))
+    swapped = np.zeros(1, [("a", ">f8"), ("rest", "V248")])
+    with pytest.raises(TypeError, match=r"args\[1\] must have native byte order"):
+        kernel(1, 1, (5, swapped, out))
 
 
 def test_a_spec_launches_with_packed_values(device, monkeypatch):

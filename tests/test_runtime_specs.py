@@ -103,6 +103,8 @@ def test_architectures_without_kernels_raise(registry, compilations, arch):
     for call in (lambda: rawops.kernels(("sm_80", arch)), lambda: rawops.precompile(arch or "", progress=False)):
         with pytest.raises(ValueError, match=r"arch must be an architecture that its kernels exist for, .* got"):
             call()
+    with pytest.raises(ValueError, match=r"kernels: arch must be an architecture .* got 5"):
+        rawops.kernels(5)
     assert compilations == []
 
 

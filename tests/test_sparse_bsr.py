@@ -199,7 +199,8 @@ def test_nothing_stored(device):
         data, columns = np.zeros((0, 16 * width), np.float16), np.zeros((0, width), np.int32)
         A = BSRMatrix.from_blocked_ell(device.put(data), device.put(columns), (0, 32))
         assert (A @ device.put(np.full((32, 3), NAN, np.float16))).shape == (0, 3)
-    A = BSRMatrix.from_bsr(*map(device.put, (np.ones((1, 4, 4), np.float16), np.zeros(1, int), np.arange(2))), (4, 4))
+    A = BSRMatrix.from_bsr(*map(device.put, (np.ones((1, 4, 4), np.float16), np.zeros(1, int), np.arange(2))), [4, 4])
+    assert A.shape == (4, 4)
     out = device.put(np.full((4, 2), 3, np.float16))
     same(device, A.matmat(device.put(np.full((4, 2), NAN, np.float16)), 0, 2, out=out), np.full((4, 2), 6.0))
 

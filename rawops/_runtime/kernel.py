@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from rawops._runtime import arrays, compiler, dtypes, sources
 from rawops._runtime import device as devices
-from rawops._runtime.checks import fail
+from rawops._runtime.checks import fail, flag
 from rawops._runtime.progress import shown
 from rawops.errors import CompileError, UnsupportedError
 
@@ -314,6 +314,7 @@ def reload(compile: bool = False) -> list[Reloaded]:
     list of Reloaded
         One entry a changed kernel and architecture, with resources before and, if compiled, after.
     """
+    compile = flag("reload", "compile", compile)
     digests: dict[tuple, str] = {}
     changed = []
     for instance in sorted(Instance._all, key=lambda i: i.expression):
@@ -371,7 +372,7 @@ def kernels(archs: Iterable[str] = (), every: bool = False, progress: bool = Fal
     progress : bool
         Show on stderr how many are ready.
     """
-    archs = (archs,) if isinstance(archs, str) else tuple(archs)
+    archs = tuple(archs) if isinstance(archs, Iterable) and not isinstance(archs, str) else (archs,)
     for arch in archs:
         _check_arch("kernels", arch, KernelSpec.registry)
     jobs = [(spec, instance) for spec in KernelSpec.registry for instance in spec.instances(every)]

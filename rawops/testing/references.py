@@ -209,7 +209,7 @@ def attention(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
     out, lse = np.zeros((B, Sq, Hq, v.shape[-1])), np.full((B, Hq, Sq), -np.inf)
     for b, i, h in np.ndindex(B, Sq, Hq):
         scores, _ = rows.scores(b, h, i)
-        if scores.size and scores.max() > -np.inf:
+        if scores.size and scores.max() != -np.inf:  # NaN is a score
             seen = rows.seen(i)
             weights = np.exp(scores - scores.max())
             lse[b, h, i] = scores.max() + np.log(weights.sum())
