@@ -120,6 +120,11 @@ def test_plain_reference_widens_the_bound_twofold():
         tolerances.assert_close(np.full(10, 0.979), exact, "float32", plain=plain)
 
 
+def test_zero_is_next_to_the_smallest_number():
+    assert tolerances.errors(np.array([2.0**-24]), np.zeros(1), "float16", magnitude=0.0).within
+    assert not tolerances.errors(np.array([2.0**-22]), np.zeros(1), "float16", magnitude=0.0).within
+
+
 def test_errors_reports_size_and_shape():
     found = tolerances.errors(np.array([[1.0, 2.5]]), np.array([[1.0, 2.0]]), "float16")
     assert (found.max_abs, found.max_rel, found.worst, found.within) == (0.5, 0.25, (0, 1), False)

@@ -120,5 +120,5 @@ def _ulp(x: np.ndarray, dtype) -> np.ndarray:
     info = ml_dtypes.finfo(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         exponent = np.frexp(np.where(np.isfinite(x), x, 0.0))[1] - 1
-    spacing = np.ldexp(float(info.eps), exponent)
+    spacing = np.where(x == 0, 0.0, np.ldexp(float(info.eps), exponent))
     return np.maximum(spacing, float(info.smallest_subnormal))
