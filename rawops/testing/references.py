@@ -82,13 +82,13 @@ def gemm(
     total = np.zeros((*batch, a.shape[-2], b.shape[-1]))
     with np.errstate(invalid="ignore", over="ignore"):
         if alpha != 0:
-            total += alpha * (_exact(a) @ _exact(b))
+            total += alpha * (exact(a) @ exact(b))
         if beta != 0:
-            total += beta * _exact(c)
+            total += beta * exact(c)
         if bias is not None:
-            total += _exact(bias)
+            total += exact(bias)
         result = ACTIVATIONS[activation](total)
-        return result if residual is None else result + _exact(residual)
+        return result if residual is None else result + exact(residual)
 
 
 def lora_linear(x, c, a, b, *, scaling: float = 1.0, bias=None, activation: str | None = None) -> np.ndarray:
@@ -98,11 +98,12 @@ def lora_linear(x, c, a, b, *, scaling: float = 1.0, bias=None, activation: str 
 
 def gemm_magnitude(a, b) -> np.ndarray:
     """|a| @ |b|: what the rounding errors of a @ b are in proportion to, however much cancels."""
-    return np.abs(_exact(a)) @ np.abs(_exact(b))
+    return np.abs(exact(a)) @ np.abs(exact(b))
 
 
-def _exact(x) -> np.ndarray:
-    return np.asarray(x).astype(np.float64, casting="same_kind")  # which raises for complex numbers
+def exact(x) -> np.ndarray:
+    """x in float64; complex numbers, which would lose their imaginary parts, raise TypeError."""
+    return np.asarray(x).astype(np.float64, casting="same_kind")
 
 
 # --- attention ------------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class AttentionRows:
         dropout_seed=0,
         dropout_offset=0,
     ) -> None:
-        self.q, self.k, self.softcap, self.slopes, self.bias = _exact(q), _exact(k), softcap, alibi_slopes, bias
+        self.q, self.k, self.softcap, self.slopes, self.bias = exact(q), exact(k), softcap, alibi_slopes, bias
         self.scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         self.group = q.shape[2] // k.shape[2]
         self.shift = k.shape[1] - q.shape[1]
@@ -186,11 +187,11 @@ class AttentionRows:
             slope = 1.0 - np.tanh(products / self.softcap) ** 2
             products = self.softcap * np.tanh(products / self.softcap)
         if self.slopes is not None:
-            of_head = np.broadcast_to(_exact(self.slopes), (self.q.shape[0], self.q.shape[2]))[b, h]
+            of_head = np.broadcast_to(exact(self.slopes), (self.q.shape[0], self.q.shape[2]))[b, h]
             products = products - of_head * np.abs(np.array(seen) - i - self.shift)
         if self.bias is not None:
             full = (self.q.shape[0], self.q.shape[2], self.q.shape[1], self.k.shape[1])
-            products = products + np.broadcast_to(_exact(self.bias), full)[b, h, i, seen.start : seen.stop]
+            products = products + np.broadcast_to(exact(self.bias), full)[b, h, i, seen.start : seen.stop]
         return products, slope
 
 
@@ -204,7 +205,7 @@ def attention(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
     **options
         causal, softmax_scale, window, softcap, alibi_slopes, bias and dropout_* as for `rawops.flash_attention`.
     """
-    rows, v = AttentionRows(q, k, **options), _exact(v)
+    rows, v = AttentionRows(q, k, **options), exact(v)
     B, Sq, Hq = q.shape[:3]
     out, lse = np.zeros((B, Sq, Hq, v.shape[-1])), np.full((B, Hq, Sq), -np.inf)
     for b, i, h in np.ndindex(B, Sq, Hq):
@@ -220,7 +221,7 @@ def attention(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
 
 def attention_backward(dout, q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The gradients of sum(dout * out) of `attention` by q, k and v, row by row; the same parameters."""
-    rows, dout, v = AttentionRows(q, k, **options), _exact(dout), _exact(v)
+    rows, dout, v = AttentionRows(q, k, **options), exact(dout), exact(v)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     for b, i, h in np.ndindex(*q.shape[:3]):
         scores, slope = rows.scores(b, h, i)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from rawops.testing.references import exact
+
 # Sums in 16-bit and 8-bit types are accumulated in float32; the two wider types accumulate in themselves.
 _UNIT_ROUNDOFF = {"float64": 2.0**-53}
 _FLOAT32_UNIT_ROUNDOFF = 2.0**-24
@@ -66,7 +68,7 @@ def errors(got, reference, dtype, *, k: int = 1, magnitude=None, plain=None) -> 
     plain : array, optional
         The same result by a plain computation in low precision; twice its largest error is allowed as well.
     """
-    got, reference = _real(got), _real(reference)
+    got, reference = exact(got), exact(reference)
     if got.shape != reference.shape:
         raise AssertionError(f"shape {got.shape}, expected {reference.shape}")
     if got.size == 0:
@@ -76,7 +78,7 @@ def errors(got, reference, dtype, *, k: int = 1, magnitude=None, plain=None) -> 
         magnitude = np.max(np.abs(reference), where=finite, initial=0.0)
     bound = _ulp(reference, dtype) + k * _UNIT_ROUNDOFF.get(str(np.dtype(dtype)), _FLOAT32_UNIT_ROUNDOFF) * magnitude
     if plain is not None:
-        bound = bound + 2.0 * np.max(_difference(_real(plain), reference, dtype, bound))
+        bound = bound + 2.0 * np.max(_difference(exact(plain), reference, dtype, bound))
     difference = _difference(got, reference, dtype, bound)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(difference == 0, 0.0, difference / bound)
@@ -97,11 +99,6 @@ def assert_close(got, reference, dtype, *, k: int = 1, magnitude=None, plain=Non
             f"entry {found.worst} is {value!s}, expected {expected!s}: {found.excess:.3g} times its bound; "
             f"max abs error {found.max_abs:.3g}, max rel error {found.max_rel:.3g}"
         )
-
-
-def _real(x) -> np.ndarray:
-    """Return x in float64; complex numbers, which would lose their imaginary parts, raise TypeError."""
-    return np.asarray(x).astype(np.float64, casting="same_kind")
 
 
 def _difference(got: np.ndarray, reference: np.ndarray, dtype, bound) -> np.ndarray:
