@@ -200,9 +200,9 @@ def _value(device, kernel: str, name: str, parameter: compiler.Parameter, arg):
             return int(arg)
         return fail(TypeError, kernel, name, "be an array or an address (the parameter is a pointer)", repr(arg))
     if parameter.kind == "s":
-        is_host = isinstance(arg, (bytes, bytearray, np.ndarray, np.generic))
-        if hasattr(arg, "dtype") and is_host:
+        if isinstance(arg, (np.ndarray, np.generic)):
             arrays.check_bytes(kernel, name, arg)
+        is_host = isinstance(arg, (bytes, bytearray, np.ndarray, np.generic))
         data = (arg.tobytes() if hasattr(arg, "tobytes") else bytes(arg)) if is_host else b""
         if len(data) != parameter.size:
             rule = f"be bytes or a size-one NumPy array of {parameter.size} bytes (the parameter is a struct)"
