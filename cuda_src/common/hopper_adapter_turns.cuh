@@ -202,31 +202,39 @@ template <int BUFFERS> struct RowsInTurn : NotSorted {
             }
         }
         const typename Tile::Factors factors(params, work, work.n, self, alpha);
+        const int m = work.m + own_row<Tile>(self);
+        const int to = self.lane() < kRowsOfWarp<Tile> && m < adapters.M ? adapters.infos[m].row : -1;
 #pragma unroll
         for (int number = 0; number < Tile::PASSES; ++number) {
             const Pass<Tile> pass(number);
             self.sync();  // no thread reads the pass before any more
             stage_plain<Tile>(sum, factors, alpha, self, pass);
             self.sync();
-            put_back<Tile>(params, adapters, pass, work, self);
+            put_back<Tile>(params, pass, work.n, to, self);
         }
         self.sync();  // the staging tile has been read
     }
 
 private:
-    // Copies the rows of the staging tile to D.
+    template <class Tile> static constexpr int kRowsOfWarp = Tile::ROWS * kWarpSize / kWarpGroupSize;
+    template <class Tile> static __device__ int own_row(const Consumer& self) {
+        return self.thread / kWarpSize * kRowsOfWarp<Tile> + self.lane();
+    }
+
+    // Copies the rows of the staging tile to D, each lane's own one to row `to`, if that is not -1.
     template <class Tile>
-    static __device__ void put_back(const GemmParams& params, const Adapters& adapters, const Pass<Tile>& pass,
-                                    const Work& work, const Consumer& self) {
-        const int chunks = pass.cols / 8;  // of 16 bytes
+    static __device__ void put_back(const GemmParams& params, const Pass<Tile>& pass, int n, int to,
+                                    const Consumer& self) {
+        const int chunks = pass.cols / 8, first = own_row<Tile>(self) - self.lane();  // chunks are of 16 bytes
         const EpilogueShape& shape = params.shape.epilogue;
         auto* out = static_cast<typename Tile::Out*>(params.call.epilogue.out);
 #pragma unroll 4
-        for (int chunk = self.thread; chunk < Tile::ROWS * chunks; chunk += kWarpGroupSize) {
-            const int row = chunk / chunks, m = work.m + row, col = pass.begin + chunk % chunks * 8;
-            if (m >= adapters.M || work.n + col >= shape.cols) continue;
-            *reinterpret_cast<uint4*>(out + adapters.infos[m].row * shape.out.row + work.n + col) =
-                *reinterpret_cast<const uint4*>(self.staging + staging_offset<Tile>(pass, row, col));
+        for (int chunk = self.lane(); chunk < kRowsOfWarp<Tile> * chunks; chunk += kWarpSize) {
+            const int row = chunk / chunks, col = pass.begin + chunk % chunks * 8;
+            const int at = __shfl_sync(~0u, to, row);
+            if (at < 0 || n + col >= shape.cols) continue;
+            *reinterpret_cast<uint4*>(out + at * shape.out.row + n + col) =
+                *reinterpret_cast<const uint4*>(self.staging + staging_offset<Tile>(pass, first + row, col));
         }
     }
 };
