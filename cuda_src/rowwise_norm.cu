@@ -117,7 +117,9 @@ __device__ inline void norm_rows(const NormParams& params) {
     if constexpr (!is_same<T, __half>) measure_again<kCentered>(norm, row, cols, params.eps);
     constexpr bool kExact = GROUPS > 0 && TEAM * CLUSTER * GROUPS * WIDTH <= kExactSums<T, kResidual>;
     constexpr bool kCorrected = kCentered && !kExact;
-    if constexpr (kCorrected) correct(norm, row, cols);
+    if constexpr (kCorrected) {
+        if (params.shape.cols > kExactSums<T, kResidual>) correct(norm, row, cols);
+    }
     const V factor = norm.factor(params.eps);
     if (team.exists) {
         T* out = params.out.row<T>(index);

@@ -267,6 +267,17 @@ def test_layernorm_of_one_value_in_16_bits(device, dtype):
         assert (device.get(rawops.layernorm(device.put(x), eps=1e-8, residual=other)) == 0).all()
 
 
+@pytest.mark.parametrize("cols", [20000, 66000])
+def test_layernorm_of_unaligned_rows_has_the_same_bits(device, cols):
+    """Rows nearly of one value, held in registers where they are aligned and read again where they are not."""
+    x = np.full((3, cols), 255, ml_dtypes.bfloat16)
+    for row, others in enumerate((1, 2, 5)):
+        x[row, :others] = 254
+    aligned = rawops.layernorm(device.put(x))
+    shifted = device.put(np.pad(x, ((0, 0), (1, 0))))[:, 1:]
+    assert (device.get(rawops.layernorm(shifted)).view(np.uint16) == device.get(aligned).view(np.uint16)).all()
+
+
 def test_norms_refuse(device):
     x = device.put(np.ones((3, 8), np.float16))
     for eps in (-1e-6, np.inf, np.nan, "1", None):
