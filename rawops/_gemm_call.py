@@ -32,7 +32,6 @@ from rawops._gemm_operands import (
     Sizes,
     Types,
     check,
-    check_given,
     check_options,
     describe,
     fold_batch,
@@ -212,7 +211,7 @@ class Product:
 
     def _check_given(self, operands: tuple) -> None:
         named = zip(self.roles, self._names(), operands, strict=True)
-        check_given(self.function, **{name: x for role, name, x in named if role not in self.optional})
+        checks.arrays_given(self.function, **{name: x for role, name, x in named if role not in self.optional})
 
     def _run(self, launch: Launch, operands: tuple, addresses: list, alpha: tuple, beta: tuple):
         out = operands[_OUT]

@@ -129,19 +129,10 @@ def split_count(function: str, split_k) -> int:
 
 def check_dtype(function: str, argument: str, dtype, allowed, where: str = "") -> str:
     """Return the name of a dtype, which must be one of `allowed`."""
-    try:
-        name = repr(dtype) if dtype is None else dtypes.name(dtype)
-    except (TypeError, ValueError, AttributeError):
-        name = repr(dtype)
+    name = dtypes.shown(dtype)
     if name not in allowed:
         checks.fail(TypeError, function, argument, f"be {' or '.join(allowed)}{where}", name)
     return name
-
-
-def check_given(function: str, **named) -> None:
-    for name, x in named.items():
-        if x is None:
-            checks.fail(ValueError, function, name, "be given", "None")
 
 
 def check_bias(function: str, x, allowed: tuple[str, ...], N: int, groups: int | None = None) -> None:

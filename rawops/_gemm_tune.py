@@ -9,8 +9,8 @@ import numpy as np
 
 from rawops import _gemm_choices
 from rawops._gemm_call import ZERO, Product, scalars
-from rawops._gemm_operands import ROLES, Options, check_given
-from rawops._runtime import arrays
+from rawops._gemm_operands import ROLES, Options
+from rawops._runtime import arrays, checks
 from rawops.errors import UnsupportedError
 
 _ROUNDS = 25
@@ -71,7 +71,7 @@ def tune(
     packed_alpha, packed_beta = scalars(_FUNCTION, alpha, beta, c, a)
     if packed_beta == ZERO:
         c = None
-    check_given(_FUNCTION, a=a, b=b)
+    checks.arrays_given(_FUNCTION, a=a, b=b)
     product = Product(_FUNCTION, Options(activation, out_dtype, precision))
     named = dict(zip(ROLES, (a, b, None, c, bias, residual), strict=True))
     converted, _ = arrays.take(_FUNCTION, **named)

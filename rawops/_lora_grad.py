@@ -12,7 +12,7 @@ import numpy as np
 from rawops._gemm_call import ZERO, Product
 from rawops._gemm_config import DTYPES
 from rawops._gemm_maps import k_major
-from rawops._gemm_operands import MAX_SIZE, Operand, Options, check_given
+from rawops._gemm_operands import MAX_SIZE, Operand, Options
 from rawops._lora_factors import factor_gradients, operand_of, takes_parts
 from rawops._lora_product import NOTHING, LowRankProduct, check_weights, row_of_y
 from rawops._lora_sm90 import NARROW, NarrowProduct, row_of_parts
@@ -103,7 +103,7 @@ def lora_linear_backward(dout, x, c, a, b, *, scaling: float = 1.0, out=None) ->
     """
     given = _outs(out)
     named = {"dout": dout, "x": x, "c": c, "a": a, "b": b}
-    check_given(_FUNCTION, **named)
+    checks.arrays_given(_FUNCTION, **named)
     written = {f"out[{i}]": o for i, o in enumerate(given)}
     named |= written
     taken, give = arrays.take(_FUNCTION, tuple(written), **named)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from rawops import config
-from rawops._gemm_operands import MAX_SIZE, check_addend, check_bias, check_given
+from rawops._gemm_operands import MAX_SIZE, check_addend, check_bias
 from rawops._lora_multi_config import DTYPES
 from rawops._lora_multi_product import MultiProduct
 from rawops._lora_product import check_columns, check_input
@@ -68,7 +68,7 @@ class MultiLoRA(NotCopied, instead="Make a new one of c, and load the adapters."
         self, c, max_loras: int, max_rank: int, *, slices=None, bias=None, activation: str | None = None
     ) -> None:
         function = self._function
-        check_given(function, c=c)
+        checks.arrays_given(function, c=c)
         (self.c, self.bias), _ = arrays.take(function, c=c, bias=bias)
         device = arrays.device_of(function, c=self.c, bias=self.bias)
         dtype = checks.dtype(function, "c", self.c, DTYPES)
@@ -159,7 +159,7 @@ class MultiLoRA(NotCopied, instead="Make a new one of c, and load the adapters."
         """Run on x with batch axes, as rows."""
         function = self._function
         named = {"x": x, "lora_indices": lora_indices, "residual": residual, "out": out}
-        check_given(function, x=x, lora_indices=lora_indices)
+        checks.arrays_given(function, x=x, lora_indices=lora_indices)
         taken, give = arrays.take(function, **named)
         arrays.device_of(function, c=self.c, **dict(zip(named, taken, strict=True)))
         x, indices, residual, out = taken
@@ -184,7 +184,7 @@ class MultiLoRA(NotCopied, instead="Make a new one of c, and load the adapters."
 
     @on_own_device
     def _check_indices(self, lora_indices) -> None:
-        check_given("MultiLoRA", lora_indices=lora_indices)
+        checks.arrays_given("MultiLoRA", lora_indices=lora_indices)
         (indices,), _ = arrays.take("MultiLoRA", lora_indices=lora_indices)
         arrays.device_of("MultiLoRA", c=self.c, lora_indices=indices)
         checks.dtype("MultiLoRA", "lora_indices", indices, ("int32",))
@@ -201,7 +201,7 @@ class SlicedLoRA(MultiLoRA):
 
     def __init__(self, function: str, c, a, b, scaling: float, slices, bias, activation: str | None) -> None:
         self._function = self._load_function = function
-        check_given(function, c=c, a=a, b=b)
+        checks.arrays_given(function, c=c, a=a, b=b)
         ranks = [x.shape[1] for x in per_slice(a) if getattr(x, "ndim", 0) == 2]
         super().__init__(c, 1, max(ranks, default=0), slices=slices, bias=bias, activation=activation)
         self.load(0, a, b, scaling)
@@ -210,7 +210,7 @@ class SlicedLoRA(MultiLoRA):
             self._index[...] = 0
 
     def __call__(self, x, *, residual=None, out=None):
-        check_given(self._function, x=x)
+        checks.arrays_given(self._function, x=x)
         (taken,), _ = arrays.take(self._function, x=x)
         check_input(self._function, taken, self.c)
         return super().__call__(x, np.broadcast_to(self._index, taken.shape[:-1]), residual=residual, out=out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from rawops._gemm_operands import check_given
 from rawops._runtime import arrays, checks
 
 
@@ -56,7 +55,7 @@ def _take_pair(function: str, c, pair: tuple, width: int, max_rank: int | None, 
     a_name, b_name = f"a{which}", f"b{which}"
     if which and pair[0] is None and pair[1] is None:
         return None
-    check_given(function, **dict(zip((a_name, b_name), pair, strict=True)))
+    checks.arrays_given(function, **dict(zip((a_name, b_name), pair, strict=True)))
     (a, b, _), _ = arrays.take(function, **{a_name: pair[0], b_name: pair[1], "c": c})
     arrays.device_of(function, **{"c": c, a_name: a, b_name: b})
     for name, x in ((a_name, a), (b_name, b)):

@@ -224,14 +224,6 @@ def result_of(function: str, name: str, x, shape: tuple, *allowed: str) -> Dense
     return None
 
 
-def name_of(dtype) -> str:
-    """Return the name of a dtype, or what else was given in words."""
-    try:
-        return dtypes.name(dtype)
-    except (TypeError, ValueError, AttributeError):
-        return repr(dtype)
-
-
 # --- plans ----------------------------------------------------------------------------------------------------------
 
 _X, _WEIGHT, _BIAS, _RESIDUAL, _OUT, _RESIDUAL_OUT = range(6)
@@ -303,7 +295,10 @@ def _prepare_sum(function: str, operands: tuple, addresses: list, options: tuple
     dtype = check_input(function, "x", x)
     allowed = (dtype,) if dtype == "float64" else (dtype, "float32")
     if options[0] is not None:
-        allowed = (checks.choice(function, "out_dtype", options[0], allowed),)
+        if options[0] not in allowed:
+            rule = f"be {' or '.join(allowed)} for {dtype} inputs"
+            checks.fail(TypeError, function, "out_dtype", rule, options[0])
+        allowed = options
     result = result_of(function, "out", out, x.shape[:-1], *allowed)
     target = result or out
     apart = keep_apart(operands, 1, (0,))

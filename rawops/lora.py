@@ -16,7 +16,7 @@ import functools
 import math
 
 from rawops._gemm_config import DTYPES
-from rawops._gemm_operands import check_bias, check_given
+from rawops._gemm_operands import check_bias
 from rawops._lora_grad import lora_linear_backward as lora_linear_backward
 from rawops._lora_merge import MergeError, merge_into
 from rawops._lora_multi import MultiLoRA as MultiLoRA
@@ -36,7 +36,7 @@ def _product(activation: str | None, scaling: float) -> LowRankProduct:
 def _peft_matrices(**named) -> list:
     """Convert and check the weight, lora_a and lora_b of `FusedLoRA.from_peft`, under these names."""
     function = "FusedLoRA.from_peft"
-    check_given(function, **named)
+    checks.arrays_given(function, **named)
     matrices, _ = arrays.take(function, **named)
     arrays.device_of(function, **dict(zip(named, matrices, strict=True)))
     dtype = checks.dtype(function, "weight", matrices[0], DTYPES)
@@ -142,7 +142,7 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
 
     def __init__(self, c, a, b, scaling: float = 1.0, *, slices=None, bias=None, activation: str | None = None) -> None:
         function = "FusedLoRA"
-        check_given(function, c=c, a=a, b=b)
+        checks.arrays_given(function, c=c, a=a, b=b)
         self.merged, self._sliced = False, None
         (self.c, self.bias), _ = arrays.take(function, c=c, bias=bias)
         self._product = LowRankProduct(function, activation, scaling, workspaces={})

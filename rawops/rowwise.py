@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from rawops import config
-from rawops._rowwise_call import OPS, name_of, run
+from rawops._rowwise_call import OPS, run
 from rawops._rowwise_rope import MAX_PAIRS
 from rawops._rowwise_rope import OP as ROPE
-from rawops._runtime import checks
+from rawops._runtime import checks, dtypes
 
 
 def _eps(function: str, eps) -> float:
@@ -159,7 +159,7 @@ def row_sum(x, *, out_dtype=None, out=None):
     many for each index of the outermost ones. Nothing waits for them, and with out they can be captured in a CUDA graph
     after one call.
     """
-    return run(OPS["row_sum"], "row_sum", (x, out), (None if out_dtype is None else name_of(out_dtype),))[1]
+    return run(OPS["row_sum"], "row_sum", (x, out), (None if out_dtype is None else dtypes.shown(out_dtype),))[1]
 
 
 def gelu(x, approximate: str | None = None, *, out=None):

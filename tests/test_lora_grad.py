@@ -183,7 +183,7 @@ def test_errors(device):
         (ValueError, "x must have shape (..., M, 6)", {"x": zeros(6)}),
         (ValueError, "a must have shape (6, 3)", {"a": zeros(2, 3)}),
         (ValueError, "b must have shape (2, 8)", {"b": zeros(8, 2)}),
-        (ValueError, "b must be given", {"b": None}),
+        (TypeError, "b must be an array", {"b": None}),
         (TypeError, "x must have dtype float16", {"x": zeros(4, 6, dtype="f4")}),
         (TypeError, "c must have dtype", {"c": zeros(6, 8, dtype="i4")}),
         (TypeError, "scaling must be a real number", {"scaling": "1"}),

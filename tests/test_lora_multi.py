@@ -353,7 +353,7 @@ def test_checked_indices(device, rng, monkeypatch):
         MultiLoRA(c, 0, 4)(x, device.put(np.array([1, -1, -1], np.int32)))
     with pytest.raises(TypeError, match="lora_indices must have dtype int32"):
         op(x, device.put(np.array([1, -1, 1])))
-    with pytest.raises(ValueError, match="lora_indices must be given"):
+    with pytest.raises(TypeError, match="lora_indices must be an array, got None"):
         op(x, None)
     same(device, op(x[:, None], device.put(np.full((3, 1), -1, np.int32))), device.get(op(x, minus)).reshape(3, 1, 16))
     op.load(0, device.put(integers(rng, (8, 0))), device.put(integers(rng, (0, 16))))
@@ -389,7 +389,7 @@ def test_errors(device):
         (ValueError, "MultiLoRA.load: a must have shape (8, 4)", lambda: op.load(0, zeros(4, 4), zeros(4, 16))),
         (ValueError, "MultiLoRA.load: b must have shape (4, 16)", lambda: op.load(0, zeros(8, 4), zeros(16, 4))),
         (ValueError, "MultiLoRA.load: a must have at most 4", lambda: op.load(0, zeros(8, 5), zeros(5, 16))),
-        (ValueError, "MultiLoRA.load: a must be given", lambda: op.load(0, None, zeros(5, 16))),
+        (TypeError, "MultiLoRA.load: a must be an array", lambda: op.load(0, None, zeros(5, 16))),
         (TypeError, "MultiLoRA.load: b must have dtype", lambda: op.load(0, zeros(8, 4), zeros(4, 16, dtype="f4"))),
         (TypeError, "MultiLoRA.load: scaling must be", lambda: op.load(0, zeros(8, 4), zeros(4, 16), "1")),
         (ValueError, "MultiLoRA.load: a must have an array for each of 2", lambda: sliced.load(0, x, x)),
@@ -403,7 +403,7 @@ def test_errors(device):
         (TypeError, "MultiLoRA: x must have dtype float16", lambda: op(zeros(4, 8, dtype="f4"), indices)),
         (ValueError, "MultiLoRA: lora_indices must have shape (4,)", lambda: op(x, indices[:3])),
         (TypeError, "MultiLoRA: lora_indices must have dtype int32", lambda: op(x, zeros(4, dtype="i8"))),
-        (ValueError, "MultiLoRA: lora_indices must be given", lambda: op(x, None)),
+        (TypeError, "MultiLoRA: lora_indices must be an array", lambda: op(x, None)),
         (ValueError, "MultiLoRA: out must have shape (4, 16)", lambda: op(x, indices, out=zeros(16, 4))),
     ]:
         with pytest.raises(error) as raised:

@@ -37,6 +37,16 @@ def name(dtype) -> str:
     return numpy(dtype).name if isinstance(dtype, str) else np.dtype(dtype).name
 
 
+def shown(dtype) -> str:
+    """Return the name of a dtype, or what else was given in words."""
+    if dtype is None:  # NumPy takes it for float64
+        return "None"
+    try:
+        return name(dtype)
+    except (TypeError, ValueError, AttributeError):
+        return repr(dtype)
+
+
 def cpp(name: str) -> str:
     """Return the C++ type that a kernel template takes for the dtype called `name`."""
     return _CPP[name]
