@@ -228,14 +228,16 @@ __device__ inline void make_y(float (&parts)[kShrinkThreads / kWarpSize][16][ATO
 }
 
 // kGroups: the blocks sort the rows themselves, and each looks at one place. Otherwise it looks at a few, of which
-// hardly more than one is the first of a tile.
+// hardly more than one is the first of a tile; the next block looks at those 16 further on, where the next tile of the
+// same slot begins: blocks that work are neighbours, and lie on all SMs.
 template <class T, int ATOMS, bool kAligned, bool kGroups>
 __global__ void __launch_bounds__(kShrinkThreads) lora_shrink(const __grid_constant__ ShrinkParams params) {
     __shared__ BlockRows block;
     __shared__ float parts[kShrinkThreads / kWarpSize][16][ATOMS * 8];
     constexpr int PLACES = kGroups ? 1 : 4;
     start_next_launch();
-    const int begin = blockIdx.x * PLACES, lane = threadIdx.x % kWarpSize;
+    const int lane = threadIdx.x % kWarpSize, tiles = gridDim.x * PLACES / 16;
+    const int begin = kGroups ? blockIdx.x : blockIdx.x % tiles * 16 + blockIdx.x / tiles * PLACES;
     uint32_t leading = 1;
     if constexpr (!kGroups) {
         const int place = begin + lane;

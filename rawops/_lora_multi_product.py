@@ -187,7 +187,7 @@ class MultiProduct(Base):
         )
         workspaces = functools.partial(self._workspaces, device, dtype, capacity, 0 if in_order else sorted_row)
         a, b, ranks, scalings, non_finite, columns = stack.addresses(device)
-        grid = (M if group is None else -(-M // PLACES), slices, 1)
+        grid = (M if group is None else -(-M // 16) * (16 // PLACES), slices, 1)
 
         def steps(operands: tuple, addresses: list, alpha: tuple, beta: tuple) -> None:
             _kept, (sorted_x, y, infos) = workspaces()
