@@ -7,8 +7,8 @@ from dataclasses import replace
 from rawops import _gemm_sm90
 from rawops._gemm_config import CALL_FIELDS, LAYOUT_CHOICES, SHAPE_FIELDS, SWIGLU, TILES
 from rawops._gemm_operands import Operand
-from rawops._gemm_sm90_config import configure
-from rawops._gemm_sm90_specs import DIRECT, PLAIN, spec_of
+from rawops._gemm_sm90_config import candidates, configure
+from rawops._gemm_sm90_specs import DIRECT, PLAIN, STAGED, spec_of
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
 DTYPES = ("float16", "bfloat16")
@@ -22,7 +22,6 @@ PLACES = 4  # that a block of the shrink kernel looks at where it need not sort
 _WIDEST = {(True, 1): 176, (True, 2): 160, (False, 1): 192, (False, 2): 128}
 # The same where consumers take turns; a narrower tile is multiplied before the other consumer is done with its own.
 _NARROWEST_IN_TURN, _WIDEST_IN_TURN = 144, 176
-_WAVES_IN_TURN = 4  # from which on it pays that one finishes a tile while the other multiplies
 _IN_ORDER = 64  # rows at most
 _BUFFERS = {64: 2, 128: 1}  # by the height of a tile: a warp's places for sixteen ranks of b of one adapter
 _BUFFERS_IN_TURN = 3  # the same of a consumer that takes turns
@@ -183,16 +182,32 @@ def _with_buffers(config, problem, max_shared_bytes: int) -> tuple:
     return config, config.shared_bytes(problem) + more
 
 
-def _takes_turns(problem, config, sizes: tuple[int, int]) -> bool:
-    """Tell whether the consumers of a configuration of `gemm` go on taking turns: K-major, without an epilogue.
+def _configure(problem, device):
+    """Return the configuration of `gemm`, or, where that is not for adapters, the cheapest that is.
 
-    If its tile is too narrow for that, a wider one may take a tenth longer.
+    Both add up K in the same order. What adapters take at the end of a tile counts as a longer epilogue.
     """
-    fits = config.block_m == 128 and problem.b_k_major and problem.finish == PLAIN
-    if not (config.ping_pong and fits and config.waves >= _WAVES_IN_TURN):
+    limits = device.sm_count, device.max_shared_bytes
+    config = _gemm_sm90.select_config(problem, *limits)
+    if not _takes_adapters(problem, config):
+        longer = replace(problem, finish=STAGED)
+
+        def cost(c) -> int:
+            return configure(longer, *limits, c.block_m, c.block_n, c.cluster, c.ping_pong).cost
+
+        others = (c for c in candidates(problem, *limits) if c.cluster == config.cluster)
+        config = min((c for c in others if _takes_adapters(problem, c)), key=cost)
+    return config.with_whole_tiles(problem)
+
+
+def _takes_adapters(problem, config) -> bool:
+    """Tell whether a tile leaves the ranks registers, and consumers that take turns have time for them."""
+    if config.pairs:
         return False
-    wide = configure(problem, *sizes, config.block_m, _WIDEST_IN_TURN, config.cluster, True)
-    return config.block_n >= _NARROWEST_IN_TURN or 10 * wide.cost <= 11 * config.cost
+    if config.ping_pong:
+        fits = config.block_m == 128 and problem.b_k_major and problem.finish == PLAIN
+        return fits and _NARROWEST_IN_TURN <= config.block_n <= _WIDEST_IN_TURN
+    return config.block_m == 64 or config.block_n <= _WIDEST[problem.b_k_major, problem.parts]
 
 
 def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, in_order: bool):
@@ -201,15 +216,7 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
     The configuration is that of `gemm` for x as it comes: rows without an adapter get the same bits.
     """
     problem = _gemm_sm90.describe_problem(operands, M, N, K, extents, activation)
-    sizes = device.sm_count, device.max_shared_bytes
-    config = _gemm_sm90.select_config(problem, *sizes)
-    in_turn = _takes_turns(problem, config, sizes)
-    config = replace(config.with_whole_tiles(problem), ping_pong=in_turn, pairs=False)
-    narrowest, widest = 0, _WIDEST[problem.b_k_major, problem.parts]
-    if in_turn:
-        narrowest, widest = _NARROWEST_IN_TURN, _WIDEST_IN_TURN
-    if config.block_m == 128 and not narrowest <= config.block_n <= widest:
-        config = configure(problem, *sizes, config.block_m, widest, config.cluster, in_turn)
+    config = _configure(problem, device)
     b, out = operands["b"], operands["out"]
     problem = replace(problem, finish=PLAIN if problem.finish == PLAIN else DIRECT)
     config, shared_bytes = _with_buffers(config, problem, device.max_shared_bytes)
@@ -222,13 +229,13 @@ def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activat
         "b_k_major": problem.b_k_major,
         "activation": activation,
         "finish": problem.finish,
-        "buffers": _BUFFERS_IN_TURN if in_turn else _BUFFERS[config.block_m],
+        "buffers": _BUFFERS_IN_TURN if config.ping_pong else _BUFFERS[config.block_m],
         "in_order": in_order,
     }
     if config.cluster > 1:
         choices["cluster"] = config.cluster
     else:
-        choices["ping_pong"] = in_turn
+        choices["ping_pong"] = config.ping_pong
     x = operands["a"] if in_order else Operand(b.dtype, b.itemsize, 0, row_of_sorted(K), 1, [0, 0, 0])
     maps = _gemm_sm90.tensor_maps(
         device, {**operands, "a": x}, replace(problem, a_k_major=True), config, (M, N, K), extents

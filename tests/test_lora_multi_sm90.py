@@ -1,5 +1,7 @@
 """MultiLoRA on Hopper: tiles, slices of K, one launch for few rows, tiles whose consumers take turns."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hopper_gemm import ran_on_hopper
@@ -21,6 +23,7 @@ from lora_adapters import (
 
 import rawops
 from rawops import _gemm_sm90_config, _gemm_sm90_split, _lora_multi_config
+from rawops._gemm_sm90_specs import DIRECT, PLAIN
 from rawops.lora import MultiLoRA
 from rawops.testing import has_gpu
 from rawops.testing.tolerances import assert_close
@@ -36,10 +39,9 @@ TILES = [
 
 
 @pytest.mark.parametrize("block_m, block_n, cluster, in_turn, order", TILES)
-def test_hopper_tiles(hopper, force, monkeypatch, rng, block_m, block_n, cluster, in_turn, order):
+def test_hopper_tiles(hopper, force, rng, block_m, block_n, cluster, in_turn, order):
     """Several tiles a block, slices of K, steps of 16 ranks, slices of columns: through TMA and not."""
     force(block_n, in_turn, block_m=block_m, cluster=cluster, stages=3)
-    monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
     M, N, K, slices = block_m + 20, block_n + 72, 136, [(0, block_n - 9), (block_n - 9, block_n + 30)]
     x, c = integers(rng, (M, K)), integers(rng, (K, N))
     weight = hopper.put(c) if order == "C" else hopper.put(c.T.copy()).T
@@ -73,11 +75,10 @@ def test_hopper_slices_of_k(hopper, four_slices, rng, M):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_hopper_intermediate(hopper, force, monkeypatch, rng, dtype, in_turn):
+def test_hopper_intermediate(hopper, force, rng, dtype, in_turn):
     """float32, without a limit, and what is infinite or NaN stays where it belongs."""
     if in_turn:
         force(144, True, block_m=128, stages=3)
-        monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
     check_intermediate_past_65504(hopper, dtype)
     check_intermediate_is_float32(hopper, rng, dtype)
     check_non_finite_values(hopper, rng, dtype)
@@ -86,12 +87,11 @@ def test_hopper_intermediate(hopper, force, monkeypatch, rng, dtype, in_turn):
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_hopper_rows_without_an_adapter(hopper, force, monkeypatch, rng, in_turn):
+def test_hopper_rows_without_an_adapter(hopper, force, rng, in_turn):
     """The bits of gemm with the configuration that gemm takes, plain, and with an epilogue."""
     M, N, K = 40, 72, 200
     if in_turn:
         force(144, True, block_m=128, stages=3)
-        monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
     x, c = (hopper.put(rng.standard_normal(shape).astype(DTYPES["bfloat16"])) for shape in ((M, K), (N, K)))
     c = c.T
     residual, bias = (hopper.put(rng.standard_normal(shape).astype(np.float32)) for shape in ((M, N), (N,)))
@@ -221,11 +221,10 @@ def test_hopper_beside_intermediate(hopper, force, rng, dtype):
 
 @pytest.mark.skipif(has_gpu(), reason="the emulator's orders of completion")
 @pytest.mark.parametrize("cluster, in_turn", [(1, False), (2, False), (1, True)])
-def test_any_order_of_completion(force, monkeypatch, rng, cluster, in_turn):
+def test_any_order_of_completion(force, rng, cluster, in_turn):
     """Copies and products that land late, early or with the warps in another order: the same bits."""
     if in_turn:
         force(144, True, blocks=1)
-        monkeypatch.setattr("rawops._lora_multi_config._WAVES_IN_TURN", 1)
     else:
         force(64, block_m=64, cluster=cluster, stages=3, blocks=1)
     x, c = (rng.standard_normal(shape).astype(np.float16) for shape in ((20, 136), (136, 136)))
@@ -244,13 +243,33 @@ def test_any_order_of_completion(force, monkeypatch, rng, cluster, in_turn):
 
 
 @pytest.mark.parametrize(
-    "M, N, expected",
-    [(4096, 28672, True), (8192, 28672, True), (2200, 28672, True), (2048, 4096, False), (100_000, 128, False)],
+    ("M", "N", "block_n", "in_turn"),
+    [
+        (4096, 28672, 176, True),  # as of gemm
+        (2200, 28672, 176, True),  # gemm has 128 columns in turn, multiplied before the other half has ended
+        (4096, 4096, 176, True),  # gemm has 256 columns, which leave the ranks no registers
+        (2200, 4096, 144, True),
+        (1024, 4096, 128, False),  # gemm has 256 columns in one wave; two of 128 are shorter than two of 176
+    ],
 )
-def test_which_consumers_take_turns(M, N, expected):
-    """Those of gemm that do, in few waves not, and not where tiles as wide as that takes are for half of them empty."""
-    sizes = 132, 232448
+def test_which_tiles(M, N, block_n, in_turn):
+    """The tile of gemm, or the one with the least predicted time of those that adapters ride on."""
+    device = SimpleNamespace(sm_count=132, max_shared_bytes=232448)
     problem = _gemm_sm90_config.Problem(M, N, 4096, b_k_major=True)
-    config = _gemm_sm90_config.select_config(problem, *sizes)
-    assert _lora_multi_config._takes_turns(problem, config, sizes) == expected
-    assert config.ping_pong or not expected
+    config = _lora_multi_config._configure(problem, device)
+    assert (config.block_m, config.block_n, config.ping_pong, config.pairs) == (128, block_n, in_turn, False)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("b_k_major", [True, False])
+def test_any_size_has_a_tile(b_k_major, parts):
+    """Whatever gemm takes, of the same slices of K."""
+    device = SimpleNamespace(sm_count=132, max_shared_bytes=232448)
+    for M in (1, 64, 65, 128, 129, 300, 1000, 5000):
+        for N in (8, 200, 1000, 4096, 30000):
+            for K in (64, 1000, 20000):
+                finish = PLAIN if parts == 1 else DIRECT
+                problem = _gemm_sm90_config.Problem(M, N, K, b_k_major=b_k_major, parts=parts, finish=finish)
+                config = _lora_multi_config._configure(problem, device)
+                assert _lora_multi_config._takes_adapters(problem, config)
+                assert config.cluster == _gemm_sm90_config.select_config(problem, 132, 232448).cluster
