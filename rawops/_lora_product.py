@@ -55,8 +55,8 @@ class LowRankProduct(Base):
 
     def _run_apart(self, operands: tuple, *_) -> None:
         x, c, out, _, bias, residual, a, b = operands
-        low, base = self._step((x, a, *NOTHING)), self._step((x, c, *NOTHING))
-        self.base((low, b, out, base, bias, residual), (0, self.scaling, 0), ONE)
+        low, base = self._step((x, a, *NOTHING), (0, self.scaling, 0)), self._step((x, c, *NOTHING))
+        self.base((low, b, out, base, bias, residual), ONE, ONE)
 
     def hopper(self, request: Request, described: tuple, further: dict, shape: bytes) -> OnHopper | None:
         a, rank = further["lora_a"], request.arrays["lora_a"].shape[1]

@@ -242,7 +242,7 @@ def check_non_finite_scaling(device, rng, dtype):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
 def test_non_finite_scaling(device, rng, intermediate, dtype):
     check_non_finite_scaling(device, rng, dtype)
 
