@@ -13,7 +13,7 @@ from rawops._gemm_call import ONE, Launch, OnHopper
 from rawops._gemm_config import Config, Problem
 from rawops._gemm_operands import ROLES, Options, Request, Sizes, layout_of
 from rawops._gemm_repack import Repacked
-from rawops._gemm_steps import OwnSteps
+from rawops._gemm_steps import OwnSteps, overlaps
 from rawops._lora_multi_config import (
     ADAPTERS,
     EXPAND,
@@ -141,6 +141,8 @@ class MultiProduct(Base):
         launch = self._sorted.prepare(device, operands[:count], addresses[:count])
         if launch.steps is None:
             return launch
+        named = dict(zip(self.roles, operands, strict=True))  # with lora_indices, which `_sorted` does not know
+        launch = replace(launch, overlaps=overlaps(Request(self.function, self.options, named, addresses, self.names)))
         x_row, x_col = (s // x.dtype.itemsize for s in x.strides)
         in_order = comes_in_order(device, *x.shape, addresses[0] % 16, x_row, x_col)
         if launch.steps is _BY_ADDEND:

@@ -22,6 +22,7 @@ from lora_adapters import (
 
 import rawops
 from rawops import config
+from rawops._gemm_call import Product
 from rawops._gemm_config import Problem, select_config
 from rawops.lora import MultiLoRA
 from rawops.testing import references
@@ -269,6 +270,22 @@ def test_output_over_an_input(device, rng):
         out = on_device[target]
         assert op(on_device["x"], device.put(indices), residual=on_device["residual"], out=out) is out
         same(device, out, want)
+
+
+@pytest.mark.parametrize("M", [16, 80])
+def test_output_over_the_indices(device, rng, monkeypatch, M):
+    """Which a kernel may read when another block has written its tile: the result is computed aside."""
+    x, c, adapters = integers(rng, (M, 16)), integers(rng, (16, 16)), {0: adapter(rng, 16, 16, 4)}
+    op = MultiLoRA(device.put(c), 1, 4)
+    load(device, op, adapters)
+    aside = []
+    monkeypatch.setattr(Product, "aside", lambda *args, own=Product.aside: aside.append(own(*args)) or aside[-1])
+    out, indices = device.put(np.zeros((M, 16), np.float16)), np.resize([0, -1], M).astype(np.int32)
+    places = out.reshape(-1)[6 : 6 + 2 * M].view(np.int32)
+    places[...] = device.put(indices)
+    assert op(device.put(x), places, out=out) is out
+    same(device, out, reference(x, c, adapters, indices))
+    assert len(aside) == 1
 
 
 def test_batch_axes_write_out_as_rows_do(device, rng):
