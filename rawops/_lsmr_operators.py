@@ -15,7 +15,7 @@ from rawops._lsmr_columns import SparseColumns
 from rawops._lsmr_kernels import DTYPES, GEMV, THREADS, Pair, Vectors, real_and_parts
 from rawops._runtime import arrays, checks
 from rawops._runtime.checks import fail
-from rawops._sparse_formats import value_dtype
+from rawops._sparse_formats import added_up, value_dtype
 
 _WARPS_WANTED = 2048  # in flight, for a product to run at the speed of memory
 
@@ -81,10 +81,10 @@ class SparseProduct:
         return BoundSparse(self, vectors) if vectors.columns == 1 else SparseColumns(self, vectors)
 
     def column_squares(self):
-        """Return the squared norms of the columns: a product with the squares of the entries."""
+        """Return the squared norms of the columns: a product with the squares of the entries, duplicates added up."""
         matrix, store = self.matrix, self.matrix._store
         has_columns = (not matrix._transposed) in store.rows
-        rows = store.rows[has_columns != matrix._transposed]
+        rows = added_up("lsmr", store.device, store.rows[has_columns != matrix._transposed])
         data = abs(rows.data).astype("float64") ** 2
         squared = type(matrix).from_csr(data, rows.indices, rows.indptr, rows.shape, dual=False)
         ones = store.device.empty((matrix.shape[0],), data.dtype)

@@ -84,7 +84,8 @@ def from_compressed(function: str, device, data, indices, indptr, shape: tuple[i
     """
     xp = module_of(data)
     data = _values(function, data)
-    indices = _counted(_integers(function, "indices", indices))
+    indices_given = _integers(function, "indices", indices)
+    indices = _counted(indices_given)
     indptr = _counted(_integers(function, "indptr", indptr))
     if indptr.size != shape[0] + 1:
         checks.fail(ValueError, function, "indptr", f"have one entry more than {by}s, {shape[0] + 1}", indptr.size)
@@ -105,7 +106,7 @@ def from_compressed(function: str, device, data, indices, indptr, shape: tuple[i
         falls_between = first == 0 and last <= data.size
         checks.fail(ValueError, function, "indptr", rule, f"{first} to {last}" + ", with a fall" * falls_between)
     if found is not None and found.outside:
-        _check_indices(function, "indices", indices[:last], shape[1])
+        _check_indices(function, "indices", indices_given[:last], shape[1])
     return Rows(xp.array(data[:last]), copies[0][:last], copies[1], shape, found)
 
 
@@ -133,6 +134,16 @@ def from_coordinates(function: str, device, data, row, col, shape) -> tuple[Rows
     indptr = pointers(xp, key // max(shape[1], 1), shape[0])
     indices = (key % max(shape[1], 1)).astype(np.int32)
     return Rows(gather(device, data, order, starts), indices, indptr, shape), order, starts
+
+
+def added_up(function: str, device, rows: Rows) -> Rows:
+    """Return compressed rows without duplicates: these, or new ones with sums in float64. It synchronises."""
+    row = row_numbers(rows)
+    is_next = (rows.indices[1:] > rows.indices[:-1]) | (row[1:] != row[:-1])
+    if bool(is_next.all()):
+        return rows
+    data = rows.data.astype(np.result_type(rows.data.dtype, np.float64), copy=False)
+    return from_coordinates(function, device, data, row, rows.indices, rows.shape)[0]
 
 
 def check_shape(function: str, shape) -> tuple[int, int]:

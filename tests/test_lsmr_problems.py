@@ -144,6 +144,19 @@ def test_column_scaling(device, rng, kind):
         assert ours.status.normr == pytest.approx(ours.normr)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
+@pytest.mark.parametrize("dual", [True, False])
+def test_column_scaling_of_duplicates(device, dtype, dual):
+    """Entries of one place count as their sum, past 65504 on the way to it, and not as the root of their squares."""
+    data = np.array([1, 1, 3, 40000, 40000, -65504]).astype(dtype) * (1j if dtype == "complex128" else 1)
+    given = data.astype(dtype), np.array([0, 0, 1, 2, 2, 2]), np.array([0, 2, 3, 6])
+    A = rawops.SparseMatrix.from_csr(*map(device.put, given), (3, 3), dual=dual)
+    b = device.put(np.array([1, 2, 3], np.float32))
+    for matrix in (A, A.T, A.H):
+        ours = rawops.lsmr(matrix, b, preconditioner="column")
+        assert ours.itn == 1 and ours.norma == pytest.approx(1) and ours.conda == pytest.approx(1)
+
+
 @pytest.mark.parametrize("columns", [1, 3])
 def test_column_scaling_reads_no_matrix_after_the_stop(device, rng, columns):
     a, _ = system(rng, 20, 6, (1, 2, 3))

@@ -359,6 +359,7 @@ def test_construction_is_checked(device):
     good = {"data": np.ones(3, np.float32), "indices": np.array([0, 2, 1]), "indptr": np.array([0, 2, 3])}
     for name, bad, kind, message in [
         ("indices", np.array([0, 3, 1]), ValueError, "indices must be between 0 and 2, got 0 to 3"),
+        ("indices", np.array([0, 2**63, 1], "uint64"), ValueError, f"between 0 and 2, got 0 to {2**63}"),
         ("indices", np.array([0, -1, 1]), ValueError, "got -1 to 1"),
         ("indices", np.array([0, 1]), ValueError, "entry for each of the 3"),
         ("indices", np.ones(3, np.float32), TypeError, "integer dtype"),
