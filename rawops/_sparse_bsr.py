@@ -124,8 +124,7 @@ class BSRMatrix(NotCopied, instead="Make a new one by to_bsr() of a SparseMatrix
         if key.size > 1 and bool((key[1:] == key[:-1]).any()):
             checks.fail(ValueError, function, name, "have no block twice", "a block twice")
         bits = f"uint{8 * data.itemsize}"
-        data = xp.ascontiguousarray(data) if data.dtype.kind != "c" else data
-        data = _gathered(data, order, bits)
+        data = _gathered(xp.ascontiguousarray(data), order, bits)
         kept = Blocks(data, col[order].astype(np.int32), formats.pointers(xp, row, grid[0]).astype(np.int32), shape)
         return cls(device, kept, data.size)
 
@@ -202,7 +201,9 @@ class BSRMatrix(NotCopied, instead="Make a new one by to_bsr() of a SparseMatrix
         checks.choice(function, "precision", precision, (None, "tf32"))
         is_float32 = self.dtype == dtype == np.float32
         if precision == "tf32" and not is_float32:
-            checks.fail(TypeError, function, "precision", "be None but for float32", f"'tf32' for {dtype}")
+            checks.fail(
+                TypeError, function, "precision", "be None but for float32", f"'tf32' for {self.dtype} times {x.dtype}"
+            )
         *factors, _kept = given.scalars(function, device, dtype, alpha, beta, out)
         target = given.target(function, device, out, (self.shape[0], x.shape[1]), dtype, factors[1])
         if target.size:

@@ -187,6 +187,22 @@ def test_blocked_ell(device, rng):
     same(device, A @ device.put(x), dense @ x.astype(float))
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, "float64", "complex64", "complex128"], ids=str)
+def test_blocks_of_any_strides(device, rng, dtype):
+    """Blocks come transposed, as SciPy's bsr_array gives those of its transpose, column-major and backwards."""
+    *given, dense = blocks_of(rng, (3, 3), 8, dtype)
+    x = integers(rng, (24, 5), dtype)
+    data, *places = map(device.put, given)
+    turned = data.transpose(0, 2, 1).copy().transpose(0, 2, 1)
+    for blocks in (turned, device.xp.asfortranarray(data), data[::-1].copy()[::-1]):
+        same(device, BSRMatrix.from_bsr(blocks, *places, dense.shape) @ device.put(x), dense @ x.astype(dense.dtype))
+    ell = integers(rng, (16, 16), dtype)
+    A = BSRMatrix.from_blocked_ell(
+        device.xp.asfortranarray(device.put(ell)), device.put(np.array([[0, 1]] * 2)), (16, 16)
+    )
+    same(device, A @ device.put(x[:16]), ell.astype(dense.dtype) @ x[:16].astype(dense.dtype))
+
+
 def test_nothing_stored(device):
     """No block, no rows, no columns; a factor of zero leaves x unread."""
     for shape in ((32, 16), (0, 16), (32, 0)):
@@ -231,6 +247,8 @@ def test_checks(device, rng):
         A @ device.put(np.ones((16, 2), np.float16))
     with pytest.raises(TypeError, match="precision must be None but for float32, got 'tf32' for float16"):
         A.matmat(device.put(np.ones((32, 2), np.float16)), precision="tf32")
+    with pytest.raises(TypeError, match="got 'tf32' for float16 times float32"):
+        A.matmat(device.put(np.ones((32, 2), np.float32)), precision="tf32")
     with pytest.raises(ValueError, match="columns must be -1 or between 0 and 1, got 2 to 2"):
         BSRMatrix.from_blocked_ell(device.put(np.ones((16, 16))), device.put(np.array([[2]])), (16, 32))
     with pytest.raises(ValueError, match="block must be 4, 8, 16 or 32"):
