@@ -22,7 +22,7 @@ from rawops._lora_merge import MergeError, merge_into
 from rawops._lora_multi import MultiLoRA as MultiLoRA
 from rawops._lora_multi import SlicedLoRA
 from rawops._lora_product import LowRankProduct, check_columns, check_weights
-from rawops._lora_slices import per_slice, take_factors
+from rawops._lora_slices import take_factors
 from rawops._runtime import arrays, checks
 from rawops._runtime.copies import NotCopied
 
@@ -153,10 +153,17 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
             self.slices = ((0, self.c.shape[1]),)
         else:
             self._sliced = SlicedLoRA(function, c, a, b, self.scaling, slices, bias, activation)
-            self.a, self.b, self.slices = per_slice(a), per_slice(b), self._sliced.slices
+            self.slices = self._sliced.slices
+            self.a, self.b = self._copies(take_factors(function, self.c, a, b, self.slices))
         check_columns(function, self.c, activation)
         if self.bias is not None:
             check_bias(function, self.bias, self._product.types.of_addends(self.c.dtype.name), self.c.shape[1])
+
+    def _copies(self, pairs: list) -> tuple[tuple, tuple]:
+        """Copy a and b of each slice, which a merge is to find as the calls do."""
+        with arrays.device_of("FusedLoRA", c=self.c).current():
+            copies = [(None, None) if pair is None else tuple(x.copy() for x in pair) for pair in pairs]
+        return tuple(a for a, _ in copies), tuple(b for _, b in copies)
 
     @property
     def scaling(self) -> float:

@@ -101,6 +101,21 @@ def test_merge_of_slices(device, rng):
     same(device, op.c, c)
 
 
+def test_a_merge_takes_the_copies_of_slices(device, rng):
+    """As the calls do, whatever has become of the arrays since."""
+    K, slices = 24, [(0, 16), (16, 24)]
+    a, b, whole_a, whole_b = sliced(rng, K, slices, (5, 3))
+    c = integers(rng, (K, whole_b.shape[1]))
+    given = put_list(device, [x.copy() for x in (*a, *b)])
+    op = FusedLoRA(device.put(c.copy()), given[:2], given[2:], 2.0, slices=slices)
+    for x in given:
+        x[...] = np.nan
+    op.merge()
+    same(device, op.c, c + 2 * whole_a @ whole_b)
+    op.unmerge()
+    same(device, op.c, c)
+
+
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_merge_that_fails(device, rng, monkeypatch, failing):
     """Before anything is written it changes nothing; after that, the weight is neither and no call takes it."""
