@@ -173,40 +173,24 @@ template <class T, int ROWS, class Chunk> struct BsrRows {
             T* y_row = end.row_of(row);
 #pragma unroll
             for (int n = 0; n < kWidth / 8; n += 4) {
-                float pairs[4][2];
+                float pairs[2][4];  // columns 2 t, then 2 t + 1 of each part
 #pragma unroll
-                for (int j = 0; j < 8; ++j) pairs[j / 2][j % 2] = sums[i / 2][n + j / 2][i % 2 * 2 + j % 2];
+                for (int j = 0; j < 8; ++j) pairs[j % 2][j / 2] = sums[i / 2][n + j / 2][i % 2 * 2 + j % 2];
                 float values[8 / VEC][VEC];
                 if constexpr (sizeof(T) == 2) {  // from 2 columns of each part to all of that with this lane's number
-                    exchange(pairs, t);
+                    transpose_quad(pairs[0], t);
+                    transpose_quad(pairs[1], t);
 #pragma unroll
-                    for (int j = 0; j < 8; ++j) values[0][j] = pairs[j / 2][j % 2];
+                    for (int j = 0; j < 8; ++j) values[0][j] = pairs[j % 2][j / 2];
                 } else {
 #pragma unroll
-                    for (int j = 0; j < 8; ++j) values[j / 4][j % 4] = pairs[j % 4][j / 4];
+                    for (int j = 0; j < 8; ++j) values[j / 4][j % 4] = pairs[j / 4][j % 4];
                 }
 #pragma unroll
                 for (int j = 0; j < 8 / VEC; ++j) {
                     const int column = first_column + n * 8 + t * 8 + j * VEC;
                     if (row < end.call.rows && column < end.shape.columns) end.finish_vector(y_row, column, values[j]);
                 }
-            }
-        }
-    }
-
-    // Transposes 4 x 4 pairs among four lanes: pair j of lane t becomes pair t of lane j.
-    static __device__ void exchange(float (&pairs)[4][2], int t) {
-#pragma unroll
-        for (int bit = 1; bit <= 2; bit *= 2) {
-            const bool is_high = (t & bit) != 0;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int j = i / 2, half = i % 2;
-                if ((j & bit) != 0) continue;
-                float &low = pairs[j][half], &high = pairs[j + bit][half];
-                const float received = __shfl_xor_sync(~0u, is_high ? low : high, bit);
-                if (is_high) low = received;
-                else high = received;
             }
         }
     }

@@ -201,40 +201,44 @@ template <int BUFFERS> struct RowsInTurn : NotSorted {
                 AdaptersOfRows<Tile, BUFFERS>(adapters, work.n, first, self).add(sum[i]);
             }
         }
-        const typename Tile::Factors factors(params, work, work.n, self, alpha);
-        const int m = work.m + own_row<Tile>(self);
-        const int to = self.lane() < kRowsOfWarp<Tile> && m < adapters.M ? adapters.infos[m].row : -1;
-#pragma unroll
-        for (int number = 0; number < Tile::PASSES; ++number) {
-            const Pass<Tile> pass(number);
-            self.sync();  // no thread reads the pass before any more
-            stage_plain<Tile>(sum, factors, alpha, self, pass);
-            self.sync();
-            put_back<Tile>(params, pass, work.n, to, self);
-        }
-        self.sync();  // the staging tile has been read
+        put_back<Tile>(sum, alpha, params, adapters, work, self);
     }
 
 private:
-    template <class Tile> static constexpr int kRowsOfWarp = Tile::ROWS * kWarpSize / kWarpGroupSize;
-    template <class Tile> static __device__ int own_row(const Consumer& self) {
-        return self.thread / kWarpSize * kRowsOfWarp<Tile> + self.lane();
-    }
-
-    // Copies the rows of the staging tile to D, each lane's own one to row `to`, if that is not -1.
+    // alpha times the sums, each row to where it was. Lanes exchange what they have, so that each writes 16 bytes: not
+    // by way of shared memory, which the other consumer's products have no time to share.
     template <class Tile>
-    static __device__ void put_back(const GemmParams& params, const Pass<Tile>& pass, int n, int to,
-                                    const Consumer& self) {
-        const int chunks = pass.cols / 8, first = own_row<Tile>(self) - self.lane();  // chunks are of 16 bytes
+    static __device__ void put_back(const typename Tile::Finished& sum, float alpha, const GemmParams& params,
+                                    const Adapters& adapters, const Work& work, const Consumer& self) {
+        using Out = typename Tile::Out;
+        constexpr int BLOCKS = Tile::SHARE / 8, REST = BLOCKS % 4;  // of eight columns
+        static_assert(REST % 2 == 0);
         const EpilogueShape& shape = params.shape.epilogue;
-        auto* out = static_cast<typename Tile::Out*>(params.call.epilogue.out);
-#pragma unroll 4
-        for (int chunk = self.lane(); chunk < kRowsOfWarp<Tile> * chunks; chunk += kWarpSize) {
-            const int row = chunk / chunks, col = pass.begin + chunk % chunks * 8;
-            const int at = __shfl_sync(~0u, to, row);
-            if (at < 0 || n + col >= shape.cols) continue;
-            *reinterpret_cast<uint4*>(out + at * shape.out.row + n + col) =
-                *reinterpret_cast<const uint4*>(self.staging + staging_offset<Tile>(pass, first + row, col));
+        const int t = self.lane() % 4;
+#pragma unroll
+        for (int i = 0; i < Tile::ATOMS_M * 2; ++i) {
+            const int m = work.m + i / 2 * 64 + self.warp_row() + i % 2 * 8 + self.lane() / 4;
+            const bool exists = m < adapters.M;
+            Out* d = static_cast<Out*>(params.call.epilogue.out) + (exists ? adapters.infos[m].row : 0) * shape.out.row;
+            auto pair = [&](int block) {
+                const float* values = &sum[i / 2][block * 4 + i % 2 * 2];
+                return narrow_pair<Out>(alpha * values[0], alpha * values[1]);
+            };
+#pragma unroll
+            for (int block = 0; block < BLOCKS - REST; block += 4) {
+                uint32_t words[4] = {pair(block), pair(block + 1), pair(block + 2), pair(block + 3)};
+                transpose_quad(words, t);
+                const int col = work.n + (block + t) * 8;
+                if (exists && col < shape.cols) {
+                    *reinterpret_cast<uint4*>(d + col) = make_uint4(words[0], words[1], words[2], words[3]);
+                }
+            }
+            if constexpr (REST == 2) {
+                uint32_t words[2] = {pair(BLOCKS - 2), pair(BLOCKS - 1)};
+                transpose_pair(words, t);
+                const int col = work.n + (BLOCKS - 2 + t % 2) * 8 + t / 2 * 4;
+                if (exists && col < shape.cols) *reinterpret_cast<uint2*>(d + col) = make_uint2(words[0], words[1]);
+            }
         }
     }
 };

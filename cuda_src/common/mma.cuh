@@ -10,6 +10,29 @@
 
 namespace rawops {
 
+// Transposes 2 x 2 registers of two neighbouring lanes, t and t + 1 for an even t.
+template <class V> __device__ inline void transpose_pair(V (&values)[2], int t, int distance = 1) {
+    const bool is_high = (t & distance) != 0;
+    const V received = __shfl_xor_sync(~0u, is_high ? values[0] : values[1], distance);
+    if (is_high) values[0] = received;
+    else values[1] = received;
+}
+
+// Transposes 4 x 4 registers of four neighbouring lanes: register j of lane t becomes register t of lane j. So what
+// they have of four accumulators' columns becomes all columns of one.
+template <class V> __device__ inline void transpose_quad(V (&values)[4], int t) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if ((j & bit) != 0) continue;
+            V pair[2] = {values[j], values[j + bit]};
+            transpose_pair(pair, t, bit);
+            values[j] = pair[0], values[j + bit] = pair[1];
+        }
+    }
+}
+
 template <class T> struct MmaAtom;
 
 // d += a @ b, where KIND is K and the types, and RA and RD are the kinds of registers of operands and accumulators.
