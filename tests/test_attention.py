@@ -196,6 +196,22 @@ def test_hidden_values_stay_hidden(device, rng, dtype):
             assert np.isnan(got[:, 66:]).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("keys", [16, 200])
+def test_large_keys_stay_hidden(device, rng, dtype, keys):
+    """A neighbour that sees a score far from its own, or none of its own size, leaves a row's bits alone."""
+    q, k, v = operands(rng, Sq=keys, Sk=keys, Hq=4, dtype=dtype)
+    q[..., 0] = 1
+    hidden = keys - 3
+    clean = flash_attention(*map(device.put, (q, k, v)), causal=True, return_lse=True)
+    for value in (np.inf, -6e4, 6e4, 60.0):
+        k[:, hidden, :, 0] = value
+        got = flash_attention(*map(device.put, (q, k, v)), causal=True, return_lse=True)
+        for x, y in zip(got, clean, strict=True):
+            rows = (slice(None), slice(hidden)) if x.ndim == 4 else (Ellipsis, slice(hidden))
+            assert device.get(x)[rows].tobytes() == device.get(y)[rows].tobytes(), value
+
+
 def test_infinite_value_is_seen(device, rng):
     q, k, v = operands(rng, Sq=4, Sk=4, Hq=1)
     v[0, 2, 0, 5], v[0, 3, 0, 7] = np.inf, -np.inf

@@ -116,6 +116,18 @@ def test_three_consumers_and_nonfinite_values(hopper, force, rng):
     np.testing.assert_array_equal(got, clean)
 
 
+@pytest.mark.parametrize("value", [6e4, -6e4, np.inf])
+def test_large_keys_stay_hidden(hopper, force, rng, value):
+    """A neighbour that sees a score far from its own leaves a row's bits alone."""
+    force(64)
+    q, k, v = operands(rng, Sq=200, Sk=200)
+    q[..., 0] = 1
+    clean = hopper.get(flash_attention(*map(hopper.put, (q, k, v)), causal=True))
+    k[:, 197, :, 0] = value
+    got = hopper.get(flash_attention(*map(hopper.put, (q, k, v)), causal=True))
+    assert got[:, :197].tobytes() == clean[:, :197].tobytes()
+
+
 @pytest.mark.parametrize(("consumers", "turns", "stages"), [(2, True, 3), (2, False, 2), (3, True, 2)])
 def test_consumers(hopper, force, rng, consumers, turns, stages):
     """Without the counter, blocks go there and back over the tiles."""

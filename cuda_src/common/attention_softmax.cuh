@@ -66,14 +66,15 @@ template <int ATOMS_M> struct OnlineSoftmax {
             }
             rises |= highest[r] * scale > max[r] + kGain;
         }
-        if (__any_sync(~0u, rises) && raise(highest, acc, scale)) {
-            for_all(scores, [&](float& score) { score *= scale; });
+        const bool is_relative = __any_sync(~0u, rises) && raise(highest, acc, scale);
+        if (is_relative) {
+            make_relative(scores, scale);
             scale = 1.0f;
         }
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int e = r % 2 * 2;
-            const float from = base(max[r]);
+            const float from = is_relative ? 0.0f : base(max[r]);
 #pragma unroll
             for (int j = 0; j < ATOMS_N; ++j) {
                 const float low = exp2_fast(fmaf(scores[r / 2][j][e], scale, -from));
@@ -88,18 +89,23 @@ private:
     // What weights are relative to: without a key so far they are exp2(-inf) = 0.
     static __device__ float base(float max) { return max == -infinity() ? 0.0f : max; }
 
-    // Takes the thread's highest scores into the maxima, and tells whether one of the warp is far.
+    static __device__ bool far(float max) { return fabsf(base(max)) > kFar; }
+
+    // Takes the highest scores of rows that are not settled, or that rise, into their maxima, and tells whether one of
+    // the warp is far. What becomes of a row is its own affair, to the bit: others may see keys that it does not.
     template <int ATOMS_V>
     __device__ bool raise(const float (&highest)[ROWS], float (&acc)[ATOMS_M][ATOMS_V][4], float scale) {
         float factor[ROWS];
         bool changed = false, is_far = false, is_empty = false;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const float next = fmaxf(max[r], quad_max(highest[r]) * scale);
+            const float most = quad_max(highest[r]) * scale;
+            const bool stays = max[r] != -infinity() && !far(max[r]) && !(most > max[r] + kGain);
+            const float next = stays ? max[r] : fmaxf(max[r], most);
             factor[r] = exp2_fast(max[r] - base(next));
             changed |= factor[r] != 1.0f;
             is_empty |= next == -infinity();
-            is_far |= fabsf(base(next)) > kFar;
+            is_far |= far(next);
             max[r] = next;
         }
         if (__any_sync(~0u, changed)) {
@@ -118,9 +124,22 @@ private:
         return is_far;
     }
 
-    template <int M, int N, class Change> static __device__ void for_all(float (&values)[M][N][4], Change change) {
+    // Turns scores into their distances from the maxima, rounded as products first where those are far.
+    template <int ATOMS_N> __device__ void make_relative(float (&scores)[ATOMS_M][ATOMS_N][4], float scale) const {
 #pragma unroll
-        for (int i = 0; i < M * N * 4; ++i) change(values[i / (N * 4)][i / 4 % N][i % 4]);
+        for (int r = 0; r < ROWS; ++r) {
+            const bool is_product = far(max[r]);
+            const float times = is_product ? 1.0f : scale, from = base(max[r]);
+#pragma unroll
+            for (int j = 0; j < ATOMS_N; ++j) {
+#pragma unroll
+                for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
+                    float& score = scores[r / 2][j][e];
+                    if (is_product) score = __fmul_rn(score, scale);
+                    score = fmaf(score, times, -from);
+                }
+            }
+        }
     }
 };
 

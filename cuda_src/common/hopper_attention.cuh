@@ -113,9 +113,8 @@ private:
     }
 
     // Blocks that all rows see, with nothing to be asked between one and the next: most of the time goes here. Nobody
-    // looks for the maximum of their scores. The weights are made relative to the bases as they are, which nearly
-    // always is right; if not, the scores are made again. `ends`: the last block is the tile's; `has_sum`: there is
-    // something in o, and will be after the first block.
+    // looks for a maximum: weights are relative to the bases as they are, which nearly always is right; if not, scores
+    // are made again. `ends`: the last block is the tile's; `has_sum`: o holds something, or will then.
     __device__ void run_plain(typename Tile::Scores& s, typename Tile::Output& o, typename Tile::Weights& p,
                               Softmax& softmax, float scale, int count, bool ends, bool& has_sum) {
         float shift[2] = {softmax.shift(0), softmax.shift(1)};
@@ -141,10 +140,11 @@ private:
                 softmax.sum[0] += total[0], softmax.sum[1] += total[1];
             } else {
                 float correction[2];
+                for (int half = 0; half < 2; ++half) shift[half] = Softmax::lag_after(total[half]);
                 multiply_keys(s);
                 wgmma_wait<0>();
                 hold(s);
-                if (softmax.add(s, scale, correction, 0)) rescale(o, correction);
+                if (softmax.add(s, scale, correction, shift)) rescale(o, correction);
                 if constexpr (Tile::kBytes) AttentionAtom<T>::narrow(p, s);
                 shift[0] = softmax.shift(0), shift[1] = softmax.shift(1);
             }

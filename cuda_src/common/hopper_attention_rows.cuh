@@ -21,8 +21,11 @@ template <int kLag_, int kGain_, int kMost_> struct OnlineSoftmax {
 
     // Turns scores into weights. Where some row of the warp has a new base, the result is true, and earlier weights are
     // to be multiplied by `correction`.
+    template <int COUNT> __device__ bool add(float (&s)[COUNT], float scale, float (&correction)[2]) {
+        return add(s, scale, correction, {kLag, kLag});
+    }
     template <int COUNT>
-    __device__ bool add(float (&s)[COUNT], float scale, float (&correction)[2], float lag = kLag) {
+    __device__ bool add(float (&s)[COUNT], float scale, float (&correction)[2], const float (&lag)[2]) {
         bool moves = false, is_far = false;  // as few rows are
         float shift[2];
 #pragma unroll
@@ -45,7 +48,7 @@ template <int kLag_, int kGain_, int kMost_> struct OnlineSoftmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float most = shift[half] * scale;
-            const bool is_new = most > base[half] + lag;
+            const bool is_new = most > base[half] + lag[half];
             correction[half] = is_new ? exp2_fast(base[half] - most) : 1;
             if (is_new) base[half] = most;
             moves |= is_new;
@@ -54,10 +57,22 @@ template <int kLag_, int kGain_, int kMost_> struct OnlineSoftmax {
         }
         float factor = scale;
         moves = __any_sync(~0u, moves || is_far);
-        if (moves && __any_sync(~0u, is_far)) {
+        if (moves && __any_sync(~0u, is_far)) {  // the difference is made here, for each row in its own way
             factor = 1;
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) s[i] *= scale;
+            for (int half = 0; half < 2; ++half) {
+                const bool is_product = fabsf(shift[half]) > kFar;
+                const float times = is_product ? 1.0f : scale;
+#pragma unroll
+                for (int i = half * 2; i < COUNT; i += 4) {
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        if (is_product) s[i + j] = __fmul_rn(s[i + j], scale);
+                        s[i + j] = fmaf(s[i + j], times, -shift[half]);
+                    }
+                }
+                shift[half] = 0;
+            }
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -95,6 +110,12 @@ template <int kLag_, int kGain_, int kMost_> struct OnlineSoftmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half) total[half] = parts[half][0] + parts[half][1];
         return total[0] < kMost && total[1] < kMost;
+    }
+
+    // By how much `add` may leave a row's base behind after `weigh`: one whose own weights were right keeps it.
+    static __device__ float lag_after(float total) {
+        const uint32_t right = __ballot_sync(~0u, total < kMost) >> threadIdx.x % kWarpSize / 4 * 4;
+        return (right & 15) == 15 ? infinity() : 0;
     }
 
     // The sums over whole rows, at the end.
