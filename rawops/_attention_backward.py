@@ -199,6 +199,9 @@ def _prepare_and_run(function: str, options, varlen, device, named: dict, determ
 
 def _run(call: _Call) -> None:
     named, sizes, device = call.named, call.sizes, call.device
+    if math.prod(sizes.lse) == 0:  # without a query nothing is added to the gradients of keys
+        named["dk"][...], named["dv"][...] = 0, 0
+        return
     read = ("q", "k", "v", "dout")
     access = min(access_of(named[name], device.pointer(named[name])) for name in read)
     problem = problem_of(named, sizes, call.options, access)
@@ -218,11 +221,9 @@ def _run(call: _Call) -> None:
 
     choices = {"dtype": problem.dtype, "tile": tile.cpp, "access": access, "score": problem.score}
     sequences, threads, memory = sizes.batches + call.is_varlen, (tile.threads, 1, 1), shared_bytes(tile)
-    rows = math.prod(sizes.lse)
-    if rows:
-        DELTA.kernel(device, dtype=problem.dtype).launch((-(-rows // 4), 1, 1), (128, 1, 1), params)
-        blocks = row_tiles * sizes.heads * sequences
-        QUERIES.kernel(device, **choices).launch((blocks, 1, 1), threads, params, memory)
+    DELTA.kernel(device, dtype=problem.dtype).launch((-(-math.prod(sizes.lse) // 4), 1, 1), (128, 1, 1), params)
+    blocks = row_tiles * sizes.heads * sequences
+    QUERIES.kernel(device, **choices).launch((blocks, 1, 1), threads, params, memory)
     if named["k"].size or named["v"].size:
         blocks = key_tiles * sizes.kv_heads * sequences
         for of in passes(tile):

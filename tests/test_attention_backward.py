@@ -271,6 +271,23 @@ def test_arrays_between_elements_are_refused(device, rng, name):
         flash_attention_backward(**arguments)
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+def test_keys_without_query_heads(device, rng, varlen):
+    """Nothing is added to their gradients, and nothing of the queries is read."""
+    _, _, k, v = operands(rng, Sq=5, Sk=9, Hq=2, Hkv=2)
+    q, dout, lse = np.zeros((1, 5, 0, 64), k.dtype), np.zeros((1, 5, 0, v.shape[3]), k.dtype), np.zeros((1, 0, 5), "f")
+    packing = {}
+    k, v = k[:1], v[:1]
+    if varlen:
+        q, dout, lse, k, v = (x[0] for x in (q, dout, lse, k, v))
+        packing = {"cu_seqlens_q": np.array([0, 5], np.int32), "cu_seqlens_k": np.array([0, 9], np.int32)}
+        packing = {name: device.put(x) for name, x in packing.items()} | {"max_seqlen_q": 5, "max_seqlen_k": 9}
+    targets = {"dk": device.guarded(k.shape, k.dtype), "dv": device.guarded(v.shape, v.dtype)}
+    dq, dk, dv = flash_attention_backward(*map(device.put, (dout, q, k, v, dout, lse)), **packing, **targets)
+    assert dq.shape == q.shape
+    assert not device.get(dk).any() and not device.get(dv).any()
+
+
 @pytest.mark.parametrize(("gradient", "other"), [("dq", "q"), ("dv", "dout"), ("dk", "v"), ("dq", "dk")])
 def test_gradients_have_memory_of_their_own(rng, gradient, other):
     dout, q, k, v = operands(rng, Sq=5, Sk=5, Hq=1)
