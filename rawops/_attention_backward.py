@@ -178,7 +178,8 @@ def _prepare_and_run(function: str, options, varlen, device, named: dict, determ
     check_scores(function, named, sizes)
     if varlen is not None and settings.current().check:
         check_values(function, named, sizes, varlen)
-    check_apart_once(function, device, named, _GRADIENTS)  # they are written while the operands are read
+    read = named if dropout is None else named | dropout.arrays
+    check_apart_once(function, device, read, _GRADIENTS)  # they are written while the operands are read
     dtype = checks.dtype(function, "q", named["q"], _DTYPES)
     for name, like in (("dout", "out"), ("out", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
         x, shape = named[name], sizes.out if like == "out" else named[like].shape

@@ -34,7 +34,7 @@ from rawops._attention_operands import (
     strides_of,
 )
 from rawops._runtime import arrays, checks, dtypes
-from rawops._runtime.call import check_apart, keep_apart
+from rawops._runtime.call import check_apart, check_apart_once, keep_apart
 from rawops._runtime.kernel import Function
 from rawops.errors import UnsupportedError
 
@@ -114,6 +114,13 @@ def _overlaps(operands: tuple) -> tuple:
     span = arrays.span(out)
     others = ((i, x) for i, x in enumerate(operands) if i != _OUT and x is not None and x.size)
     return tuple((i, *arrays.distances(span, arrays.span(x))) for i, x in others)
+
+
+def _meets(device, out, others) -> bool:
+    """Tell whether an array that a call is to write shares memory with one of the others."""
+    place, span = device.pointer(out), arrays.span(out)
+    found = ((device.pointer(x) - place, arrays.distances(span, arrays.span(x))) for x in others)
+    return any(low < distance < high for distance, (low, high) in found)
 
 
 ROLES = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "cu_seqlens_q", "cu_seqlens_k")
@@ -203,10 +210,13 @@ class Attention:
         out, lse = operands[_OUT], operands[_LSE]
         if launch.apart:
             check_apart(self.function, ROLES, launch.apart, addresses)
+        drawn = {} if dropout is None else dropout.arrays
+        if drawn and lse is not None:
+            check_apart_once(self.function, launch.device, {"lse": lse, **drawn}, ("lse",))
         if out is None:
             out = launch.device.empty(launch.out_shape, launch.out_dtype)
             addresses[_OUT] = launch.device.pointer(out)
-        elif launch.aside or launch.collides(addresses):
+        elif launch.aside or launch.collides(addresses) or _meets(launch.device, out, drawn.values()):
             # A dense result aside has strides of its own, so a launch of its own.
             aside = launch.device.empty(launch.out_shape, launch.out_dtype)
             made = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), dropout)

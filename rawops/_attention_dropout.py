@@ -33,6 +33,12 @@ class Dropout:
     seed: object
     offset: object
 
+    @property
+    def arrays(self) -> dict:
+        """What the kernels read, by name."""
+        given = {"dropout_seed": self.seed, "dropout_offset": self.offset}
+        return {name: x for name, x in given.items() if not isinstance(x, int)}
+
     def fields(self, function: str, device) -> dict:
         """Return the fields of the AttentionDropout of a launch on `device`."""
         found = {"dropout_keep": self.keep, "dropout_scale": NUMBERS / self.keep}

@@ -148,6 +148,25 @@ def test_seeds(device, rng):
     assert (first != seed).mean() > 0.9 and (first != offset).mean() > 0.9
 
 
+@pytest.mark.parametrize("name", ["dropout_seed", "dropout_offset"])
+def test_numbers_in_memory_that_is_written(device, rng, name):
+    """The result is computed aside, as where it overlaps an input; what cannot be raises."""
+    q, k = map(device.put, operands(rng, B=1, Sq=300))
+    want, lse = flash_attention(q, k, k, **DROPS | {name: 5}, return_lse=True)
+    out, log = device.xp.zeros_like(want), device.xp.zeros_like(lse)
+    number = out.reshape(-1).view("int64")[-1:]
+    number[...] = 5
+    assert flash_attention(q, k, k, **DROPS | {name: number}, out=out) is out
+    np.testing.assert_array_equal(device.get(out), device.get(want))
+    drops = DROPS | {name: log.reshape(-1).view("int64")[:1]}
+    plan = FlashAttention(dropout_p=drops.pop("dropout_p"), return_lse=True)
+    with pytest.raises(ValueError, match=f"FlashAttention: lse must not overlap {name}"):
+        plan(q, k, k, lse=log, **drops)
+    dq = device.xp.zeros_like(q)
+    with pytest.raises(ValueError, match=f"flash_attention_backward: dq must not overlap {name}"):
+        flash_attention_backward(want, q, k, k, want, lse, dq=dq, **DROPS | {name: dq.reshape(-1).view("int64")[:1]})
+
+
 @pytest.mark.gpu
 def test_graph(device, rng):
     """A replay finds the offset that is in memory then."""
