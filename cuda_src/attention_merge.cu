@@ -33,22 +33,38 @@ __global__ void __launch_bounds__(128) attention_merge(const __grid_constant__ M
         return state(part).lse[offset(state(part).lse_strides) + (kTwo ? 0 : part * params.lse_split)];
     };
 
+    auto source = [&](int part) {
+        const AttentionStrides& s = state(part).out_strides;
+        return static_cast<const In*>(state(part).out) + offset(s) + (kTwo ? 0 : part * params.out_split);
+    };
+
     float max = -infinity();
-    for (int part = 0; part < params.parts; ++part) max = fmaxf(max, lse_of(part));
+    int filled = 0, last = 0;
+    for (int part = 0; part < params.parts; ++part) {
+        max = fmaxf(max, lse_of(part));
+        if (lse_of(part) != -infinity()) ++filled, last = part;
+    }
     float sum = 0.0f;
     for (int part = 0; part < params.parts; ++part) {
         if (lse_of(part) != -infinity()) sum += expf(lse_of(part) - max);
     }
     const float inverse = 1.0f / sum;
     Out* out = static_cast<Out*>(params.out) + offset(params.out_strides);
+    if (filled == 1) {  // to the bit, whatever it holds
+        for (int col = lane; col < params.cols; col += kWarpSize) {
+            const In value = source(last)[col * state(last).out_strides.col];
+            if constexpr (is_same<In, Out>) out[col * params.out_strides.col] = value;
+            else out[col * params.out_strides.col] = narrow<Out>(widen(value));
+        }
+        if (params.lse && lane == 0) params.lse[offset(params.lse_strides)] = lse_of(last);
+        return;
+    }
     for (int col = lane; col < params.cols; col += kWarpSize) {
         float total = -0.0f;  // adds to a negative zero without a trace
         for (int part = 0; part < params.parts; ++part) {
             const float lse = lse_of(part);
             if (lse == -infinity()) continue;
-            const AttentionStrides& s = state(part).out_strides;
-            const int64_t at = offset(s) + (kTwo ? 0 : part * params.out_split) + col * s.col;
-            const float value = widen(static_cast<const In*>(state(part).out)[at]);
+            const float value = widen(source(part)[col * state(part).out_strides.col]);
             total = fmaf(expf(lse - max), value, total);
         }
         out[col * params.out_strides.col] = narrow<Out>(sum == 0.0f ? 0.0f : total * inverse);

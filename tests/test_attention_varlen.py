@@ -203,9 +203,15 @@ def bits(device, x) -> np.ndarray:
     return x.view(f"u{x.itemsize}")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+NANS_AND_LARGEST = {"float16": (0x7D01, 0xFE03, 0x7BFF), "float32": (0x7FA00001, 0xFFC00003, 0x7F7FFFFF)}
+
+
+@pytest.mark.parametrize("dtype", NANS_AND_LARGEST)
 def test_an_empty_state_changes_no_bit(device, rng, dtype):
-    out, lse = state(rng, device, dtype)
+    out, lse = map(device.get, state(rng, device, dtype))
+    out.view(f"u{out.itemsize}")[0, 1, 0, :3] = NANS_AND_LARGEST[dtype]
+    lse[0, 0, :2] = np.inf, np.nan
+    out, lse = device.put(out), device.put(lse)
     nothing = device.put(np.full(out.shape, np.nan, dtype)), device.put(np.full(lse.shape, -np.inf, np.float32))
     for pair in ((out, lse, *nothing), (*nothing, out, lse)):
         merged = merge_attention_states(*pair)
