@@ -215,11 +215,16 @@ private:
         static_assert(REST % 2 == 0);
         const EpilogueShape& shape = params.shape.epilogue;
         const int t = self.lane() % 4;
+        int rows[Tile::ATOMS_M * 2];
 #pragma unroll
         for (int i = 0; i < Tile::ATOMS_M * 2; ++i) {
             const int m = work.m + i / 2 * 64 + self.warp_row() + i % 2 * 8 + self.lane() / 4;
-            const bool exists = m < adapters.M;
-            Out* d = static_cast<Out*>(params.call.epilogue.out) + (exists ? adapters.infos[m].row : 0) * shape.out.row;
+            rows[i] = m < adapters.M ? adapters.infos[m].row : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < Tile::ATOMS_M * 2; ++i) {
+            const bool exists = rows[i] >= 0;
+            Out* d = static_cast<Out*>(params.call.epilogue.out) + rows[i] * shape.out.row;
             auto pair = [&](int block) {
                 const float* values = &sum[i / 2][block * 4 + i % 2 * 2];
                 return narrow_pair<Out>(alpha * values[0], alpha * values[1]);
