@@ -216,7 +216,7 @@ class Attention:
         if out is None:
             out = launch.device.empty(launch.out_shape, launch.out_dtype)
             addresses[_OUT] = launch.device.pointer(out)
-        elif launch.aside or launch.collides(addresses) or _meets(launch.device, out, drawn.values()):
+        elif launch.aside or launch.collides(addresses) or (drawn and _meets(launch.device, out, drawn.values())):
             # A dense result aside has strides of its own, so a launch of its own.
             aside = launch.device.empty(launch.out_shape, launch.out_dtype)
             made = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), dropout)
