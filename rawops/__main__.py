@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true")
     sub = command("bench", _bench, "time an op beside its rivals (needs a checkout with bench/)")
     sub.add_argument("op")
-    sub.add_argument("rest", nargs=argparse.REMAINDER, help="its own options: bench OP --help lists them")
+    sub.add_argument(
+        "rest", nargs=argparse.REMAINDER, help="its own options, --help among them: a benchmark needs a GPU"
+    )
     sub = command("explain", _explain, "which kernels a call takes and why, on paper: no GPU is needed, nothing runs")
     ops = sub.add_subparsers(dest="op", required=True)
     for op, module in _explainers().items():

@@ -206,7 +206,8 @@ def explain_hopper(
 ) -> None:
     """Add what the Hopper kernel's configuration is made of; the first candidate is the chosen one."""
     config = candidates[0]
-    how = "consumers take turns" if config.ping_pong else f"{config.consumers} consumer(s) of 64 rows"
+    how = "consumers take turns" if config.ping_pong else f"64 rows for each of {config.consumers} consumers"
+    how = "one consumer" if config.consumers == 1 else how
     found.add("tile", f"{config.block_m} x {config.block_n} x {128 // problem.itemsize}", how)
     ring = f"{config.stages} x {config.stage_bytes(problem)} + {config.other_bytes(problem)} bytes of shared memory"
     found.add("stages", config.stages, ring)
@@ -220,10 +221,11 @@ def explain_hopper(
     if config.squares:
         found.add("squares", 4, "blocks with two by two tiles, which load each half of a tile's operand once for two")
     columns = problem.N * problem.parts
-    rows = "row tiles to expect" if problem.grouped else f"row tiles, ceil({problem.M} / {config.block_m}) of each"
+    each = f"ceil({problem.M} / {config.block_m})"
+    rows = "as to expect" if problem.grouped else f"{problem.batches} x {each}" if problem.batches > 1 else each
     counts = {
-        rows: problem.row_tiles(config.block_m),
-        f"columns, ceil({columns} / {config.block_n})": -(-columns // config.block_n),
+        f"down ({rows})": problem.row_tiles(config.block_m),
+        f"across (ceil({columns} / {config.block_n}))": -(-columns // config.block_n),
     }
     at_a_time = _gemm_sm90_config.tiles_at_a_time(config.cluster, device.sm_count)
     add_waves(found, counts, at_a_time, f"one block an SM, {config.cluster} a tile")
@@ -273,8 +275,8 @@ def _explain_sm80(found, options, device: PaperDevice, problem: _gemm_config.Pro
     found.add("access_bytes", problem.access, "that one copy from global memory moves")
     found.add("split_k", config.split_k, f"slices of {config.k_per_split}")
     counts = {
-        f"row tiles, ceil({M} / {tile.block_m})": -(-M // tile.block_m),
-        f"columns, ceil({N} / {tile.block_n})": -(-N // tile.block_n),
+        f"down (ceil({M} / {tile.block_m}))": -(-M // tile.block_m),
+        f"across (ceil({N} / {tile.block_n}))": -(-N // tile.block_n),
         "products": problem.batches,
         "slices of K": config.split_k,
     }

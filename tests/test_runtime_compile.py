@@ -432,3 +432,10 @@ def test_text_kernels_never_change(compilations):
     k.compile("sm_80")
     assert rawops.reload() == []
     assert kernel.reload(compile=True) == []
+
+
+def test_what_a_repl_prints_of_a_kernel_is_short():
+    kernel = rawops.Kernel(KERNELS / "saxpy.cu", "saxpy<float>")
+    assert repr(kernel) == "Kernel saxpy<float> of saxpy.cu"
+    shown = repr(kernel.compile("sm_80"))
+    assert shown.startswith("Compiled(expression='saxpy<float>', arch='sm_80', parameters=") and len(shown) < 600

@@ -96,10 +96,10 @@ class Compiled:
 
     expression: str
     arch: str
-    digest: str
-    lowered: str
+    digest: str = field(repr=False)
+    lowered: str = field(repr=False)
     parameters: tuple[Parameter, ...]
-    ptx_zipped: bytes
+    ptx_zipped: bytes = field(repr=False)
     native: Callable[[], Native] = field(repr=False, compare=False)
     from_cache: bool = False
 

@@ -64,6 +64,9 @@ class Kernel(ByArguments):
         self._arch: str | None = None
         self._last: Function | None = None
 
+    def __repr__(self) -> str:
+        return f"Kernel {self._instance.expression} of {self._instance.source.name}"
+
     def __call__(self, grid, block, args=(), shared_mem: int = 0) -> None:
         """Launch on CuPy's current stream of the arrays' device, or run in the emulator on NumPy arrays.
 

@@ -51,7 +51,7 @@ def launch_row(launch: Noted, board: Board) -> dict:
         "shared_bytes": launch.shared_bytes,
         "blocks_per_sm": resident,
         "limited_by": min(room, key=room.get),
-        "waves": -(-launch.blocks // (resident * board.sm_count)),
+        "block_waves": -(-launch.blocks // (resident * board.sm_count)),
     }
 
 
