@@ -1,20 +1,49 @@
-"""The examples of the README run as they stand: on the GPU, or in the emulator where they are about it."""
+"""The examples of the README and of the pages run as they stand: on the GPU, or in the emulator on NumPy arrays.
 
+There "import cupy as cp" imports NumPy, which is all that is changed, and nothing is captured in a CUDA graph.
+"""
+
+import contextlib
 import re
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 import rawops
+from rawops.testing import references
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-CALL, PLAN, OBJECTS, KERNEL, EMULATOR = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SAXPY = """template <class T> __global__ void saxpy(int n, T a, const T* x, T* y) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] += a * x[i];
-}
-"""
+ROOT = Path(__file__).parent.parent
+
+
+def blocks_of(page: str, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+CALL, PLAN, OBJECTS, KERNEL, EMULATOR = blocks_of("README.md")
+(SAXPY,) = blocks_of("README.md", "cuda")
+
+
+def run(device, *blocks: str, arch: str = "sm_80", **names) -> dict:
+    """What the blocks leave, run one after the other; `arch` is the emulator's."""
+    where = rawops.emulate(arch=arch, check=True) if device.is_emulated else contextlib.nullcontext()
+    with where:
+        for block in blocks:
+            exec(block.replace("import cupy as cp", f"import {device.xp.__name__} as cp"), names)
+    return names
+
+
+def hosts(device, names: dict, *wanted: str) -> list[np.ndarray]:
+    """Arrays by name, on the host in float64."""
+    return [device.get(names[name]).astype(float) for name in wanted]
+
+
+def near(device, array, want, atol=5e-2) -> None:
+    np.testing.assert_allclose(device.get(array).astype(float), want, rtol=1e-2, atol=atol)
+
+
+# --- README ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -48,16 +77,95 @@ def test_objects(device):
 def test_own_kernel_with_reload(device, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "saxpy.cu").write_text(SAXPY)
-    x, y = device.put(np.arange(1000, dtype=np.float32)), device.put(np.ones(1000, np.float32))
     edit = '(__import__("pathlib").Path("saxpy.cu")).write_text(source.replace("y[i] +=", "y[i] -="))\n'
-    names = {"rawops": rawops, "n": 1000, "x": x, "y": y, "source": SAXPY}
-    exec(KERNEL.replace("# ... edit saxpy.cu ...\n", edit), names)
+    names = run(device, KERNEL.replace("# ... edit saxpy.cu ...\n", edit), source=SAXPY)
     assert "saxpy<float>" in capsys.readouterr().out.splitlines()[-1]
-    np.testing.assert_array_equal(device.get(y), 1 + 2 * np.arange(1000))
-    names["k"](4, 256, (1000, 2.0, x, y))
-    np.testing.assert_array_equal(device.get(y), np.ones(1000))
+    n, x, y = (names[name] for name in "nxy")
+    np.testing.assert_array_equal(device.get(y), 1 + 2 * np.arange(n))
+    names["k"](4, 256, (2.0, x, y, n))
+    np.testing.assert_array_equal(device.get(y), np.ones(n))
 
 
 def test_emulator(capsys):
     exec(EMULATOR, {})
     assert "gemm_sm80" in capsys.readouterr().out
+
+
+# --- the pages ------------------------------------------------------------------------------------------------------
+
+
+def test_gemm(device):
+    names = run(device, *blocks_of("docs/gemm.md"))
+    a, b, w, bias, r, q, experts = hosts(device, names, "a", "b", "w", "bias", "r", "q", "experts")
+    near(device, names["d"], references.gemm(a, b, bias=bias, activation="relu"))
+    near(device, names["e"], 0.5 * a @ w.T + 2 * references.gemm(a, b, bias=bias, activation="gelu", residual=r))
+    near(device, names["h"], references.gemm(a, b, activation="swiglu"))
+    near(device, names["g"], np.concatenate([a[:40] @ experts[0], a[40:] @ experts[2]]))
+    scale, zero = (x.repeat(32, 0) for x in hosts(device, names, "scale", "zero"))
+    near(device, names["u"], a @ ((q - zero) * scale))
+    near(device, names["s"], a @ ((q - 8) * scale))
+
+
+def test_gemm_8bit(device):
+    names = run(device, *blocks_of("docs/gemm_8bit.md"), arch="sm_90a")
+    a, b, i, j, scale_a, scale_b = hosts(device, names, "a", "b", "i", "j", "scale_a", "scale_b")
+    near(device, names["d"], a @ b, 0.3)
+    assert names["whole"].dtype.name == names["scaled"].dtype.name == "bfloat16"
+    scale_b = scale_b.repeat(128, 0).repeat(128, 1)[:, : b.shape[1]]
+    near(device, names["blocks"], (a * scale_a.repeat(128, 1)) @ (b * scale_b), 0.2)
+    near(device, names["small"], 0.25 * a @ b, 0.6)
+    np.testing.assert_array_equal(device.get(names["exact"]), i @ j.T)
+
+
+def test_lora(device):
+    names = run(device, *blocks_of("docs/lora.md"))
+    x, c, a, b = hosts(device, names, "x", "c", "a", "b")
+    near(device, names["o"], references.lora_linear(x, c, a, b, scaling=2.0), 0.2)
+    near(device, names["p"], x @ device.get(names["op"].c).astype(float), 0.2)  # which is merged by now
+    assert names["op"].merged
+    want = x @ c
+    for a_of, b_of, columns in zip(names["a_of"], names["b_of"], names["sliced"].slices, strict=True):
+        if a_of is not None:
+            a_of, b_of = (device.get(factor).astype(float) for factor in (a_of, b_of))
+            want[:, slice(*columns)] += 2 * x @ a_of @ b_of
+    near(device, names["s"], want, 0.2)
+    near(device, names["m"][1:4], x[1:4] @ c + [[0], [2], [0]] * (x[1:4] @ a @ b), 0.2)
+
+
+def test_attention(device):
+    one, many = blocks_of("docs/attention.md")
+    names = run(device, one)
+    q, k, v, dout = hosts(device, names, "q", "k", "v", "dout")
+    near(device, names["near"], references.attention(q, k, v, window=(32, 0), softcap=30.0)[0])
+    near(device, names["out"], references.attention(q, k, v, causal=True)[0])  # which the plan has written
+    for found, want in zip("qkv", references.attention_backward(dout, q, k, v, causal=True), strict=True):
+        near(device, names[f"d{found}"], want)
+    wanted = references.attention_backward(dout, q, k, v, **names["drop"])
+    for found, want in zip(names["gradients"], wanted, strict=True):
+        near(device, found, want)
+
+    names = run(device, many, **names)
+    q, k, v = (x[None] for x in hosts(device, names, "q", "k", "v"))
+    bounds = (0, 20, 0, 20), (20, 60, 20, 70)  # queries from and to, keys from and to
+    parts = [references.attention(q[:, i:j], k[:, m:n], v[:, m:n], causal=True)[0] for i, j, m, n in bounds]
+    near(device, names["packed"], np.concatenate(parts, 1)[0])
+
+
+def test_paged_kv(device):
+    *eager, graph = blocks_of("docs/paged_kv.md")
+    names = run(device, *eager)
+    k, v, k1, v1, q1 = hosts(device, names, "k", "v", "k1", "v1", "q1")
+    for i in range(2):
+        keys, values = (np.concatenate([x, one[i : i + 1]])[None] for x, one in ((k, k1), (v, v1)))
+        near(device, names["out"][i : i + 1], references.attention(q1[None, i : i + 1], keys, values)[0][0])
+    near(device, names["out8"], references.attention(q1[None, :1], k[None], v[None])[0][0])
+    small = device.get(names["small"].pages)
+    assert abs(small[small != 0]).max() == 127
+
+    if device.is_emulated:  # the calls run, and nothing is captured
+        names["cp"] = MagicMock(wraps=np, cuda=MagicMock())
+    names = run(device, graph, **names)
+    assert names["cache"].length(names["s"]) == len(k) + 1 + 21
+    if not device.is_emulated:
+        device.xp.cuda.Device().synchronize()
+        near(device, names["out"], device.get(names["cache"].decode(names["q1"], names["sequences"])).astype(float))

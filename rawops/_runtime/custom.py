@@ -49,7 +49,7 @@ class Kernel(ByArguments):
     Examples
     --------
     >>> k = rawops.Kernel("saxpy.cu", "saxpy<float>")            # doctest: +SKIP
-    >>> k((blocks,), (256,), (x, y, n))                          # doctest: +SKIP
+    >>> k((blocks,), (256,), (2.0, x, y, n))                     # doctest: +SKIP
     """
 
     def __init__(self, source, expression: str, options: Sequence[str] = ()) -> None:
