@@ -110,10 +110,21 @@ class Choice(NamedTuple):
     is_wide: bool = False
     why: str = ""
 
+    @property
+    def name(self) -> str:
+        """The kernel, as the rule table in docs/sparse.md has it."""
+        if self.kernel == "packed":
+            if self.width:
+                return f"packed, shared, {self.width} columns at a time"
+            return f"packed, {'far' if self.is_wide else 'near'}{', sorted' if self.is_sorted else ''}"
+        return f"stream, {self.walk}" if self.kernel == "stream" else self.kernel
+
     def __str__(self) -> str:
-        split = f", rows over {self.longest} entries apart" if self.longest else ""
-        blocks = f", x in shared memory, {self.width} columns at a time" if self.width else ""
-        return f"{self.kernel}, {self.lanes} threads a row{split}{blocks}: {self.why}"
+        if self.kernel == "stream" and not self.longest:
+            return f"{self.name}, all rows have warps of their own: {self.why}"
+        lanes = "1 lane" if self.lanes == 1 else f"{self.lanes} lanes"
+        split = f", rows over {self.longest} entries have warps of their own" if self.longest else ""
+        return f"{self.name}, {lanes} a row{split}: {self.why}"
 
 
 class Limits(NamedTuple):
@@ -137,19 +148,23 @@ def power_of_two(number: float, low: int, high: int) -> int:
 def choose(found: Profile, limits: Callable[[], Limits]) -> Choice:
     """Pick the kernel for rows that look like this: the rule table. Limits are asked for where they matter."""
     if found.max <= 16 and found.nnz < _SMALL:
-        return Choice("rows", 2, why=f"short rows, of {found.max} entries at most, and few")
+        return Choice("rows", 2, why=f"{found.max} entries a row at most, under 2^20 in all")
     limits = limits()
     if limits.may_pack and found.nnz >= _SMALL:
         packed = _in_shared_memory(found, limits) or _by_slices(found)
         if packed is not None:
             return packed
     if found.mean > 128:
-        return Choice("stream", 1, walk="single", why=f"{found.mean:.0f} entries a row: all rows are long")
+        return Choice("stream", 1, walk="single", why=f"mean over 128: {found.mean:.0f} entries a row")
     if found.cv > 1 and found.nnz >= _SMALL:
         lanes = power_of_two(found.mean / 16, 1, 32)
-        return Choice("stream", lanes, 256, walk="single", why=f"rows differ, {found.cv:.3g} times their mean")
+        return Choice("stream", lanes, 256, walk="single", why=f"unequal rows, coefficient of variation {found.cv:.3g}")
     lanes = power_of_two(found.mean / 8, 1, 32)
-    why = f"even rows, of {found.mean:.3g} entries" if found.cv <= 1 else "few entries"
+    why = f"under 2^20 entries, {found.mean:.3g} a row"
+    if found.nnz >= _SMALL:
+        why = (
+            "neither even, short nor unequal rows" if limits.may_pack else "no packed copy of such values, or no memory"
+        )
     return Choice("stream", lanes, 256, why=why)
 
 
@@ -159,7 +174,7 @@ def _in_shared_memory(found: Profile, limits: Limits) -> Choice | None:
     blocks = -(-found.cols // limits.block_columns)
     mean = found.mean / blocks
     if found.rises and found.scatter > 0.5 and mean >= _BLOCK_MEAN:
-        why = f"x is scattered over, and rows of {found.mean:.0f} entries are long enough for {blocks} blocks"
+        why = f"scattered columns, and rows of {found.mean:.0f} entries are long enough for {blocks} blocks"
         return _blocked(mean, limits.block_columns, why)
     return None
 
@@ -177,7 +192,7 @@ def _by_slices(found: Profile) -> Choice | None:
         why = f"even rows, of {found.mean:.3g} entries"
         return Choice("packed", lanes, 4096, is_sorted=is_sorted, is_wide=is_wide, why=why)
     if found.mean <= 16 and found.p99 <= 1.25 * found.mean:
-        why = f"99 % of the rows have {found.p99} entries at most"
+        why = f"short rows, 99 % of them of {found.p99} entries at most"
         return Choice("packed", 1, 32, is_sorted=is_sorted, is_wide=is_wide, why=why)
     return None
 
