@@ -281,7 +281,7 @@ def _dealt(xp, row, col, cols: int, layout: Layout, rows: int, groups: int) -> t
 
 
 def _deal(xp, counts, hands: int):
-    """Return numbers of `counts`, the largest first, as dealt to so many hands to and fro: (hands, of each)."""
+    """Return numbers of `counts`, the largest first, dealt to so many hands and back again: (hands, of each)."""
     order = xp.argsort(-counts, kind="stable").reshape(-1, hands)
     order[1::2] = order[1::2, ::-1].copy()
     return order.T
