@@ -55,23 +55,15 @@ template <int kLag_, int kGain_, int kMost_> struct OnlineSoftmax {
             shift[half] = base[half] == -infinity() ? 0 : base[half] - kGain;  // -inf: it sees no key yet
             is_far |= fabsf(shift[half]) > kFar;
         }
-        float factor = scale;
+        float factor[2] = {scale, scale};
         moves = __any_sync(~0u, moves || is_far);
-        if (moves && __any_sync(~0u, is_far)) {  // the difference is made here, for each row in its own way
-            factor = 1;
+        if (moves && __any_sync(~0u, is_far)) {  // each row in its own way
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const bool is_product = fabsf(shift[half]) > kFar;
-                const float times = is_product ? 1.0f : scale;
+                if (!(fabsf(shift[half]) > kFar)) continue;
+                factor[half] = 1;
 #pragma unroll
-                for (int i = half * 2; i < COUNT; i += 4) {
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        if (is_product) s[i + j] = __fmul_rn(s[i + j], scale);
-                        s[i + j] = fmaf(s[i + j], times, -shift[half]);
-                    }
-                }
-                shift[half] = 0;
+                for (int i = half * 2; i < COUNT; i += 4) s[i] *= scale, s[i + 1] *= scale;
             }
         }
 #pragma unroll
@@ -82,7 +74,7 @@ template <int kLag_, int kGain_, int kMost_> struct OnlineSoftmax {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     float& x = s[i + half * 2 + j];
-                    x = exp2_fast(fmaf(x, factor, -shift[half]));
+                    x = exp2_fast(fmaf(x, factor[half], -shift[half]));
                     total[j] += x;
                 }
             }
