@@ -122,6 +122,7 @@ def test_a_launch_waits_for_the_one_before(hopper, rng, M, N):
             wait()
             inputs = out
 
+    cupy.cuda.Device().synchronize()  # the operands were made on another stream
     with cupy.cuda.Stream(non_blocking=True) as stream:
         chain(stream.synchronize)
         want = z.view("uint8").get(stream)

@@ -301,6 +301,7 @@ def test_a_captured_graph_takes_other_offsets(device, rng):
     a, b = (device.put(integers(rng, s, "float16")) for s in ((300, 64), (4, 64, 128)))
     offsets, out = xp.asarray(offsets_of(100, 0, 50, 150)), xp.empty((300, 128), "float16")
     grouped_gemm(a, b, offsets, out=out)
+    xp.cuda.Device().synchronize()
     with xp.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         grouped_gemm(a, b, offsets, out=out)
