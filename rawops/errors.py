@@ -16,7 +16,7 @@ class OutOfPagesError(RawopsError):
 
 
 class CompileError(RawopsError):
-    """NVRTC refused a kernel.
+    """NVRTC refused a kernel, or its source cannot be read.
 
     Attributes
     ----------

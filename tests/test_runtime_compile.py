@@ -411,15 +411,23 @@ def test_a_broken_edit_is_reported_once_and_the_last_good_kernel_stays(tmp_path,
         break_it()
         (entry,) = rawops.reload(compile=True)
         assert (entry.before, entry.after) == (good.resources, None)
-        assert isinstance(entry.error, (rawops.CompileError, FileNotFoundError))
+        assert isinstance(entry.error, rawops.CompileError)
         assert "kept at" in str(entry)
         assert saxpy.compile("sm_80") is good
         rawops.reload()
-        with pytest.raises((rawops.CompileError, FileNotFoundError)):
+        with pytest.raises(rawops.CompileError, match=r"saxpy<float> for sm_80 does not compile\n.*saxpy\.cu"):
             saxpy.compile("sm_80")
         assert saxpy.compile("sm_80") is good
     (tmp_path / "saxpy.cu").write_text(SAXPY)
     assert rawops.reload() == []
+
+
+def test_two_files_of_one_name_do_not_compile(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "source.cu").touch()
+    k = rawops.Kernel('#include "source.cu"\n__global__ void f() {}\n', "f")
+    with pytest.raises(rawops.CompileError, match=r'f for sm_80 does not compile\n"source\.cu" means both '):
+        k.compile("sm_80")
 
 
 def test_a_flag_that_is_none_reloads_nothing():

@@ -66,6 +66,20 @@ def test_the_last_good_kernel_runs_on_after_a_broken_edit(device, tmp_path, edit
     assert saxpy_of(device, kernel)[4] == 8
 
 
+def test_the_last_good_kernel_runs_on_without_its_file(device, tmp_path, editable):
+    kernel = rawops.Kernel(tmp_path / "saxpy.cu", "saxpy<float>")
+    assert saxpy_of(device, kernel)[4] == 108
+    (tmp_path / "saxpy.cu").unlink()
+    rawops.reload()
+    with pytest.raises(rawops.CompileError, match=r"^saxpy<float> for sm_\w+ does not compile\n.*saxpy\.cu'") as raised:
+        saxpy_of(device, kernel)
+    assert raised.value.instance.startswith("saxpy<float> for sm_")
+    assert saxpy_of(device, kernel)[4] == 108
+    editable("saxpy.cu", "step(a, x[i], y[i])", "step(a, x[i], T(0))")
+    rawops.reload()
+    assert saxpy_of(device, kernel)[4] == 8
+
+
 @pytest.mark.parametrize("compile", [False, True])
 def test_an_interrupted_compilation_is_made_up_for(device, tmp_path, editable, monkeypatch, compile):
     """After a Ctrl-C in the compilation of an edit the next launch compiles it: it does not run the old code."""

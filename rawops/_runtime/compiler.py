@@ -127,13 +127,18 @@ def compile_instance(
     Raises
     ------
     CompileError
-        With the first error, its source lines and the whole log in ``.log``.
+        With the first error, its source lines and the whole log in ``.log``; also for a file that cannot be read.
     UnsupportedError
         Where NVRTC or the CUDA headers are missing, or NVRTC does not know `arch`.
     """
     if not ARCH_NAME.fullmatch(arch):
         raise UnsupportedError(f"rawops: arch must be a name such as 'sm_80' or 'sm_90a', got {arch!r}")
-    return _of_files(source.closure(options), expression, options, arch, to_ptx)
+    try:
+        files = source.closure(options)
+    except (OSError, ValueError) as error:  # deleted, or two files of one name
+        instance = f"{expression} for {arch}"
+        raise CompileError(f"{instance} does not compile\n{error}", instance=instance) from error
+    return _of_files(files, expression, options, arch, to_ptx)
 
 
 def _of_files(files: dict[str, sources.File], expression: str, options, arch: str, to_ptx: bool) -> Compiled:

@@ -343,7 +343,7 @@ def _reload_one(instance: Instance, arch: str, compile: bool) -> Reloaded:
     if compile:
         try:
             after = instance.compile(arch).resources
-        except (CompileError, OSError, ValueError) as failure:
+        except CompileError as failure:
             error = failure
     return Reloaded(instance.expression, arch, before, after, error)
 

@@ -83,7 +83,7 @@ class Source:
                 if known not in files:
                     add(known, found, _read(found))
                 elif files[known].path != found:
-                    raise ValueError(f'Kernel: "{known}" means both {files[known].path} and {found}; rename one')
+                    raise ValueError(f'"{known}" means both {files[known].path} and {found}; rename one')
                 return f'{directive}"{known}"'
 
             files[name] = File(path, sys.intern(_INCLUDE.sub(rename, text)))  # many kernels keep the same text
