@@ -38,12 +38,11 @@ def per_slice(x) -> tuple:
 
 def take_factors(function: str, c, a, b, slices: tuple, max_rank: int | None = None) -> list[tuple | None]:
     """Return the arrays (a, b) of each slice, checked; None where there is no low-rank part."""
-    is_one = len(slices) == 1 and not isinstance(a, Sequence)
-    if is_one:
-        a, b = [a], [b]
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, Sequence) or len(x) != len(slices):
-            got = f"{len(x)} of them" if isinstance(x, Sequence) else type(x).__name__
+    given, is_one = {"a": a, "b": b}, not isinstance(a, Sequence) and not isinstance(b, Sequence)
+    a, b = per_slice(a), per_slice(b)
+    for (name, x), found in zip(given.items(), (a, b), strict=True):
+        if len(found) != len(slices):
+            got = f"{len(found)} of them" if isinstance(x, Sequence) else type(x).__name__
             checks.fail(ValueError, function, name, f"have an array for each of {len(slices)} slices", got)
     return [
         _take_pair(function, c, pair, stop - start, max_rank, "" if is_one else f"[{i}]")

@@ -384,6 +384,7 @@ def test_errors(device):
     def zeros(*shape, dtype=np.float16):
         return device.put(np.zeros(shape, dtype))
 
+    array = "an array" if device.is_emulated else "a GPU array"
     x, c, indices = zeros(4, 8), zeros(8, 16), zeros(4, dtype=np.int32)
     op, sliced = MultiLoRA(c, 2, 4), MultiLoRA(c, 2, 4, slices=[(0, 8), (8, 16)])
     for error, text, call in [
@@ -409,7 +410,11 @@ def test_errors(device):
         (TypeError, "MultiLoRA.load: a must be an array", lambda: op.load(0, None, zeros(5, 16))),
         (TypeError, "MultiLoRA.load: b must have dtype", lambda: op.load(0, zeros(8, 4), zeros(4, 16, dtype="f4"))),
         (TypeError, "MultiLoRA.load: scaling must be", lambda: op.load(0, zeros(8, 4), zeros(4, 16), "1")),
+        (TypeError, f"MultiLoRA.load: a[0] must be {array}, got str", lambda: op.load(0, "x", zeros(4, 16))),
+        (TypeError, f"MultiLoRA.load: a[0] must be {array}, got float", lambda: op.load(0, [1.0], zeros(4, 16))),
+        (TypeError, f"MultiLoRA.load: b[0] must be {array}, got str", lambda: op.load(0, zeros(8, 4), "x")),
         (ValueError, "MultiLoRA.load: a must have an array for each of 2", lambda: sliced.load(0, x, x)),
+        (ValueError, "MultiLoRA.load: b must have an array for each of 2", lambda: sliced.load(0, [x, x], [x])),
         (
             ValueError,
             "MultiLoRA.load: b[1] must have shape (4, 8)",

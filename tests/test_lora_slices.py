@@ -161,7 +161,8 @@ def test_one_slice_takes_arrays_as_they_are(device, rng):
     want = references.gemm(x, c)
     want[:, 8:16] += references.gemm(references.gemm(x, a), b)
     x, c, a, b = map(device.put, (x, c, a, b))
-    same(device, lora_linear(x, c, a, b, slices=[(8, 16)]), want)
+    for given in ((a, b), ([a], b), (a, (b,))):
+        same(device, lora_linear(x, c, *given, slices=[(8, 16)]), want)
     op = FusedLoRA(c, a, b, slices=[(8, 16)])
     op.merge()
     same(device, op(x), want)
