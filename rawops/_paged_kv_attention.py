@@ -22,15 +22,14 @@ _DEFAULTS = {"causal": True, "softmax_scale": None, "window": (None, None), "sof
 
 def options_of(function: str, causal, softmax_scale, window, softcap, num_splits) -> Options:
     """Check what a call asks for beside its arrays; what was checked before is remembered."""
-    asked = (function, causal, softmax_scale, window, softcap, num_splits)
-    try:
-        return _checked_options(*asked)
+    try:  # with the window's entries once more, since the cache tells no types apart within a tuple
+        return _checked_options(function, causal, softmax_scale, window, softcap, num_splits, *window)
     except TypeError:  # a mistake, or what cannot be hashed: a list for a window
-        return _checked_options.__wrapped__(*asked)
+        return _checked_options.__wrapped__(function, causal, softmax_scale, window, softcap, num_splits)
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def _checked_options(function: str, causal, softmax_scale, window, softcap, num_splits) -> Options:
+def _checked_options(function: str, causal, softmax_scale, window, softcap, num_splits, *_) -> Options:
     softcap = checks.number(function, "softcap", softcap)
     if not 0 <= softcap < math.inf:
         checks.fail(ValueError, function, "softcap", "be finite and not negative (0: none)", softcap)

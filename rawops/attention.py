@@ -13,21 +13,26 @@ from rawops._runtime import arrays, checks
 from rawops._runtime.copies import ByArguments
 
 
-@functools.lru_cache(maxsize=256)
-def _attention(function: str, options: Options, varlen: Layout | None, kinds: tuple[type, ...]) -> Attention:
-    """Return what all calls of `function` with these options, of these types, share: 2.0 is not the 2 it equals."""
+@functools.lru_cache(maxsize=256, typed=True)  # since 2.0 and True are not the 2 and 1 that they equal
+def _attention(
+    function: str, varlen: Layout | None, causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p, *_
+) -> Attention:
+    """Return what all calls of `function` with these options share.
+
+    The entries of `window` and `varlen` follow once more, since the cache tells no types apart within a tuple.
+    """
     if varlen is not None:
         for name, longest in varlen._asdict().items():
             checks.int_range(function, name, longest, 0, LONGEST - 1)
+    options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
     return Attention(function, checked(function, options), varlen)
 
 
-def _run(operands: tuple, seed, offset, function: str, options: Options, varlen: Layout | None = None):
+def _run(operands: tuple, seed, offset, function: str, options: tuple, window, varlen: Layout | None = None):
     try:
-        counts = (options.causal, options.return_lse, options.num_splits, *options.window, *(varlen or ()))
-        attention = _attention(function, options, varlen, tuple(map(type, counts)))
+        attention = _attention(function, varlen, *options, *window, *(varlen or ()))
     except TypeError:  # what cannot be hashed; if it is not wrong either, it runs without the cache
-        attention = _attention.__wrapped__(function, options, varlen, ())
+        attention = _attention.__wrapped__(function, varlen, *options)
     return attention(operands, dropout_of(attention.function, attention.options.dropout_p, seed, offset))
 
 
@@ -127,9 +132,9 @@ def flash_attention(
     about 14 bits. It takes causality and windows, and q, k and v with rows of multiples of 16 bytes, on Hopper; where
     those of ``out`` are not, the result is computed aside and copied.
     """
-    options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
+    options = causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p
     operands = (q, k, v, out, None, alibi_slopes, bias, None, None, scale_q, scale_k, scale_v)
-    return _run(operands, dropout_seed, dropout_offset, "flash_attention", options)
+    return _run(operands, dropout_seed, dropout_offset, "flash_attention", options, window)
 
 
 def flash_attention_varlen(
@@ -189,10 +194,10 @@ def flash_attention_varlen(
     The lengths are read on the device: nothing synchronises, and a captured graph may be replayed with other lengths
     up to the longest. With ``RAWOPS_CHECK=1`` they are checked, which waits for the device.
     """
-    options = Options(causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p)
+    options = causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p
     operands = (q, k, v, out, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k, scale_q, scale_k, scale_v)
     layout = Layout(max_seqlen_q, max_seqlen_k)
-    return _run(operands, dropout_seed, dropout_offset, "flash_attention_varlen", options, layout)
+    return _run(operands, dropout_seed, dropout_offset, "flash_attention_varlen", options, window, layout)
 
 
 def flash_attention_backward(

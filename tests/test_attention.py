@@ -412,12 +412,20 @@ def test_wrong_arguments(name):
         call(**changes)
 
 
-@pytest.mark.parametrize(("right", "wrong"), [(1, 1.0), ((9, None), (9.0, None))])
-def test_what_equals_a_right_argument_is_still_wrong(right, wrong):
-    name = "num_splits" if right == 1 else "window"
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("num_splits", 1, 1.0),
+        ("window", (9, None), (9.0, None)),
+        ("softmax_scale", 1.0, 1 + 0j),
+        ("softcap", 1.0, 1 + 0j),
+        ("dropout_p", 0.0, 0j),
+    ],
+)
+def test_what_equals_a_right_argument_is_still_wrong(name, right, wrong):
     with rawops.emulate():
         call(**{name: right})
-        with pytest.raises(TypeError, match=f"{name} must be an integer"):
+        with pytest.raises(TypeError, match=f"{name} must be an? (integer|real number)"):
             call(**{name: wrong})
 
 

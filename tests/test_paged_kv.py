@@ -6,6 +6,7 @@ from paged_pool import DTYPES, NO_PAGE, Paged, attend, close, decode_reference, 
 
 import rawops
 from rawops import config
+from rawops._paged_kv_attention import options_of
 from rawops._runtime import arrays
 from rawops._runtime.workspace import Workspace
 from rawops.config import Config
@@ -336,6 +337,15 @@ def test_mistakes(device, rng, message):
     arrays = {n: device.put(x) for n, x in arrays.items()}
     with pytest.raises(kind, match="paged_attention: " + message):
         rawops.paged_attention(**arrays | {name: change(arrays) for name, change in changes.items()})
+
+
+def test_a_window_that_equals_a_right_one_is_still_wrong():
+    options = {"causal": True, "softmax_scale": None, "softcap": 0.0, "num_splits": None}
+    options_of("paged_attention", window=(9, 1), **options)
+    with pytest.raises(TypeError, match=r"paged_attention: window\[0\] must be an integer, got 9\.0"):
+        options_of("paged_attention", window=(9.0, 1), **options)
+    with pytest.raises(TypeError, match=r"paged_attention: window\[1\] must be an integer, got True"):
+        options_of("paged_attention", window=(9, True), **options)
 
 
 @pytest.mark.parametrize("name", ["q", "pages", "block_table", "seq_lens"])
