@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import numbers
 from collections.abc import Iterator
 
 import numpy as np
@@ -58,12 +57,7 @@ def _scalar(function: str, device, name: str, value, dtype, out, kept: list) -> 
             array = array.copy()
             kept.append(array)
         return packed(array, device.pointer)
-    if not isinstance(value, numbers.Complex):
-        checks.fail(TypeError, function, name, "be a number", f"{value!r} ({type(value).__name__})")
-    try:
-        value = complex(value)
-    except OverflowError:
-        checks.fail(ValueError, function, name, "fit a float", f"a larger {type(value).__name__}")
+    value = checks.number(function, name, value, complex)
     if value.imag and dtype.kind != "c":
         hint = "Convert x to a complex type."
         checks.fail(TypeError, function, name, f"be real for a result of {dtype.name}", value, hint)

@@ -26,6 +26,7 @@ def test_errors(device):
         (TypeError, "gemm: out_dtype must be float16 or float32", lambda: gemm(a, b, out_dtype="float64")),
         (ValueError, "gemm: split_k must be between", lambda: gemm(a, b, split_k=0)),
         (TypeError, "gemm: alpha must be a real number", lambda: gemm(a, b, alpha="1")),
+        (TypeError, "gemm: beta must be a real number, got False (bool)", lambda: gemm(a, b, beta=False)),
         (ValueError, "gemm: alpha must be a number or a 0-d array", lambda: gemm(a, b, alpha=a)),
         (TypeError, "gemm: alpha must be a real number", lambda: gemm(a, b, alpha=np.complex64(1))),
         (ValueError, "gemm: alpha must fit a float, got a larger int", lambda: gemm(a, b, alpha=10**400)),

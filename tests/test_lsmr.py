@@ -364,6 +364,7 @@ def test_operator_that_returns_nonsense_raises(device):
     ("error", "message", "options"),
     [
         (TypeError, "damp must be a real number, got None", {"damp": None}),
+        (TypeError, r"damp must be a real number, got True \(bool\)", {"damp": True}),
         (ValueError, "damp must be finite, got inf", {"damp": np.inf}),
         (TypeError, "atol must be a real number, got 'x'", {"atol": "x"}),
         (ValueError, "btol must be a number, got nan", {"btol": np.nan}),

@@ -314,12 +314,20 @@ def test_read_only_arrays_of_other_libraries_take_no_results():
                 call()
 
 
-@pytest.mark.parametrize("kind", [np.float16, np.int64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+OF_NUMPY = [np.float16, np.int64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+
+
+@pytest.mark.parametrize("kind", OF_NUMPY)
 def test_numbers_are_scalars_of_any_library(kind):
-    assert checks.number("f", "x", kind(3)) == 3
-    for wrong in (np.array(3, kind), np.complex64(3), np.void(b"abcd"), np.bool_(True), ml_dtypes.int4(3)):
+    assert checks.number("f", "x", kind(3)) == checks.number("f", "x", kind(3), complex) == 3
+    assert checks.number("f", "x", np.complex64(3j), complex) == 3j
+    for wrong in (np.array(3, kind), "3", np.void(b"abcd"), True, np.bool_(True), ml_dtypes.int4(3)):
         with pytest.raises(TypeError, match="f: x must be a real number, got"):
             checks.number("f", "x", wrong)
+        with pytest.raises(TypeError, match="f: x must be a number, got"):
+            checks.number("f", "x", wrong, complex)
+    with pytest.raises(TypeError, match="f: x must be a real number, got"):
+        checks.number("f", "x", np.complex64(3))
 
 
 def test_numpy_arrays_outside_the_emulator_say_both_ways_out(monkeypatch):

@@ -388,6 +388,17 @@ def test_construction_is_checked(device):
         SparseMatrix(np.eye(3))
 
 
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2])
+def test_factors_of_narrow_types(device, rng, kind):
+    made = Coordinates(rng, (8, 12), 3)
+    A, x, out = made.put(device), integers(rng, (12, 2), np.float32), integers(rng, (8, 2), np.float32)
+    want = 2 * (made.dense() @ x) - out
+    factors = kind(2), kind(-1)
+    for matrix in (A, A.to_bsr(4)):
+        same(device, matrix.matmat(device.put(x), *factors, out=device.put(out.copy())), want)
+    same(device, A.matvec(device.put(x[:, 0].copy()), *factors, out=device.put(out[:, 0].copy())), want[:, 0])
+
+
 def test_products_are_checked(device, rng):
     A = Coordinates(rng, (4, 6), 2).put(device)
     x = device.put(np.ones(6, np.float32))
@@ -403,6 +414,7 @@ def test_products_are_checked(device, rng):
         (lambda: A.matvec(x, out=one), ValueError, "out must have entries of its own"),
         (lambda: A.matvec(x, 1j, out=y), TypeError, "alpha must be real"),
         (lambda: A.matvec(x, "2", out=y), TypeError, "alpha must be a number"),
+        (lambda: A.matvec(x, True, out=y), TypeError, r"alpha must be a number, got True \(bool\)"),
         (lambda: A.matvec(x, 10**400, out=y), ValueError, "alpha must fit a float, got a larger int"),
         (lambda: [1.0] @ A, TypeError, "x must be an? (GPU )?array, got list"),
         (lambda: A.matvec(x, device.put(np.ones(1)), out=y), ValueError, "alpha must have shape"),

@@ -61,13 +61,15 @@ def places(count: int, things: str) -> str:
     return f"between 0 and {count - 1}" if count else f"among 0 {things}"
 
 
-def number(function: str, argument: str, value) -> float:
-    """Return a real scalar of Python, NumPy or ml_dtypes as a float."""
-    is_narrow = isinstance(value, np.generic) and value.dtype.kind == "V" and dtypes.is_dtype(value.dtype.name)
-    if not (isinstance(value, numbers.Real) or is_narrow):
-        fail(TypeError, function, argument, "be a real number", f"{value!r} ({type(value).__name__})")
+def number(function: str, argument: str, value, kind: type = float):
+    """Return a scalar of Python, NumPy or ml_dtypes as a float, a complex one too if `kind` is complex; no bool."""
+    is_narrow = isinstance(value, np.generic) and value.dtype.kind in "Vf" and dtypes.is_dtype(value.dtype.name)
+    is_number = is_narrow or isinstance(value, numbers.Real if kind is float else numbers.Complex)
+    if not is_number or isinstance(value, bool):
+        rule = "be a real number" if kind is float else "be a number"
+        fail(TypeError, function, argument, rule, f"{value!r} ({type(value).__name__})")
     try:
-        return float(value)
+        return kind(value)
     except OverflowError:
         pass
     return fail(ValueError, function, argument, "fit a float", f"a larger {type(value).__name__}")
