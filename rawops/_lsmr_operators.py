@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rawops import _sparse_operands as given
 from rawops._lsmr_columns import SparseColumns
 from rawops._lsmr_kernels import DTYPES, GEMV, THREADS, Pair, Vectors, real_and_parts
 from rawops._runtime import arrays, checks
 from rawops._runtime.checks import fail
-from rawops._sparse_formats import added_up, value_dtype
+from rawops._sparse_formats import added_up, module_of, value_dtype
 
 _WARPS_WANTED = 2048  # in flight, for a product to run at the speed of memory
 
@@ -49,24 +50,53 @@ class LinearOperator:
         self.dtype, self._products = np.dtype(dtype), {False: matvec, True: rmatvec}
 
     def matvec(self, x, alpha=1.0, beta=0.0, out=None):
-        """Return alpha * A @ x + beta * out, in `out` if given."""
-        return self._multiply(False, x, alpha, beta, out)
+        """Return alpha * A @ x + beta * out, in `out` if given, with the arguments of `SparseMatrix.matvec`.
+
+        The result has the dtype that NumPy gives A and x, integers in A counting as float64. With the number 0 for
+        `alpha`, the function is not called.
+        """
+        return self._multiply(False, "x", x, alpha, beta, out)
 
     def rmatvec(self, u, alpha=1.0, beta=0.0, out=None):
-        """Return alpha * A^H @ u + beta * out, in `out` if given."""
-        return self._multiply(True, u, alpha, beta, out)
+        """Return alpha * A^H @ u + beta * out, in `out` if given, as `matvec` does."""
+        return self._multiply(True, "u", u, alpha, beta, out)
 
-    def _multiply(self, transposed: bool, x, alpha, beta, out):
-        if out is None and beta != 0:
-            name = "rmatvec" if transposed else "matvec"
-            fail(ValueError, f"LinearOperator.{name}", "out", "be given where beta is not 0", "None")
-        y = self._products[transposed](x)
-        if alpha != 1:
-            y = alpha * y
-        if out is None:
-            return y
-        out[...] = y if beta == 0 else y + beta * out
-        return out
+    def _multiply(self, transposed: bool, argument: str, x, alpha, beta, out):
+        name, (rows, cols) = ("rmatvec", self.shape[::-1]) if transposed else ("matvec", self.shape)
+        function = f"LinearOperator.{name}"
+        device, _ = given.taken(function, **{argument: x})
+        x, out, give = given.operands(function, device, x, out, (cols,), argument)
+        dtype = given.promoted(function, argument, _floating(self.dtype), x.dtype)
+        with device.current():
+            alpha, beta = (given.factor(function, device, *f, dtype) for f in (("alpha", alpha), ("beta", beta)))
+            if out is not None or not _is_zero(beta):
+                out = given.target(function, device, out, (rows,), dtype, given.packed(beta, device.pointer))
+            total = None if _is_zero(beta) else _scaled(beta, out)
+            if not _is_zero(alpha) and 0 not in self.shape:
+                y = _returned(function, "A", name, self._products[transposed](x), (rows,), dtype, {argument: x})
+                y = _scaled(alpha, y)
+                total = y if total is None else total + y
+            if total is None:
+                total = device.empty((rows,), dtype)
+                total.fill(0)
+            total = total.astype(dtype, copy=False)
+            if out is None:
+                return give(total)
+            out[...] = total.copy() if given.overlap(total, out) else total
+            return give(out)
+
+
+def _is_zero(factor) -> bool:
+    """Tell whether a factor is known to be 0: of an array only the device knows."""
+    return isinstance(factor, complex) and factor == 0
+
+
+def _scaled(factor, y):
+    """Return factor * y, 0 where the factor is, whatever y holds."""
+    if not isinstance(factor, complex):
+        return factor * module_of(y).where(factor == 0, 0, y)
+    factor = factor if y.dtype.kind == "c" else factor.real
+    return y if factor == 1 else factor * y
 
 
 class SparseProduct:
@@ -177,7 +207,7 @@ class PythonProduct:
         self.shape = _extents(function, "shape of A", operator.shape)
         dtype = np.dtype(operator.dtype)
         value_dtype(function, "A", dtype)
-        self.dtype = np.dtype("float64") if dtype.kind in "biu" else dtype
+        self.dtype = _floating(dtype)
 
     def bind(self, vectors: Vectors) -> PythonProduct:
         bound = PythonProduct(self.function, self.operator)
@@ -296,15 +326,25 @@ class EmptyProduct:
 
 def _contiguous(function: str, argument: str, name: str, x, like):
     """Return what a user's function gave as a contiguous array of the shape and dtype of `like`."""
-    if getattr(x, "shape", None) != like.shape:
-        rule = f"return an array of shape {like.shape} from {name}"
+    x = _returned(function, argument, name, x, like.shape, like.dtype, {"the solver's vectors": like})
+    return x if x.flags.c_contiguous else x.copy()
+
+
+def _returned(function: str, argument: str, name: str, x, shape: tuple, dtype: np.dtype, taken: dict):
+    """Return what a user's function made of what it has taken, checked, as an array of this dtype."""
+    if getattr(x, "shape", None) != shape:
+        rule = f"return an array of shape {shape} from {name}"
         fail(ValueError, function, argument, rule, getattr(x, "shape", type(x).__name__))
-    arrays.device_of(function, **{"the solver's vectors": like, f"what {name} of {argument} returns": x})
-    if x.dtype.kind == "c" and like.dtype.kind != "c":
+    arrays.device_of(function, **taken, **{f"what {name} of {argument} returns": x})
+    if x.dtype.kind == "c" and dtype.kind != "c":
         hint = "Give the operator a complex dtype."
         fail(TypeError, function, argument, f"return real numbers from {name}, as its dtype says", x.dtype, hint)
-    x = x.astype(like.dtype, copy=False)
-    return x if x.flags.c_contiguous else x.copy()
+    return x.astype(dtype, copy=False)
+
+
+def _floating(dtype: np.dtype) -> np.dtype:
+    """Return the dtype that an operator of this one counts as."""
+    return np.dtype("float64") if dtype.kind in "biu" else dtype
 
 
 def product_of(function: str, A):

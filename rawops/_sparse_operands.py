@@ -14,14 +14,14 @@ MOST_COLUMNS = 2**20  # of a launch: 65535 tiles side by side, of at least 32 wh
 ZERO = (0.0, 0.0, 0)  # a factor as the kernels take it: real, imaginary, address or 0
 
 
-def operands(function: str, device, x, out, shape: tuple) -> tuple:
+def operands(function: str, device, x, out, shape: tuple, name: str = "x") -> tuple:
     """Return x, of a shape in which None is any, and out as device arrays, and what gives the result back."""
-    checks.arrays_given(function, x=x)
-    (x, out), give = arrays.take(function, x=x, out=out)
-    on_device(function, device, arrays.device_of(function, x=x, out=out), "x")
+    checks.arrays_given(function, **{name: x})
+    (x, out), give = arrays.take(function, **{name: x, "out": out})
+    on_device(function, device, arrays.device_of(function, **{name: x, "out": out}), name)
     if x.ndim != len(shape) or x.shape[0] != shape[0]:
         wanted = f"({shape[0]},)" if len(shape) == 1 else f"({shape[0]}, any)"
-        checks.fail(ValueError, function, "x", f"have shape {wanted}", f"shape {tuple(x.shape)}")
+        checks.fail(ValueError, function, name, f"have shape {wanted}", f"shape {tuple(x.shape)}")
     return x, out, give
 
 
@@ -48,20 +48,26 @@ def scalars(function: str, device, dtype, alpha, beta, out=None) -> tuple[tuple,
 
 
 def _scalar(function: str, device, name: str, value, dtype, out, kept: list) -> tuple:
+    value = factor(function, device, name, value, dtype)
+    if out is not None and not isinstance(value, complex) and overlap(value, out):
+        value = value.copy()
+        kept.append(value)
+    return packed(value, device.pointer)
+
+
+def factor(function: str, device, name: str, value, dtype):
+    """Return a factor of a product of this dtype: a number as a complex one, or a 0-d array of the device."""
     if hasattr(value, "ndim") and not isinstance(value, np.generic):
         (array,), _ = arrays.take(function, **{name: value})
         checks.shape(function, name, array, ())
         checks.dtype(function, name, array, ("float64",))
         on_device(function, device, arrays.device_of(function, **{name: array}), name)
-        if out is not None and overlap(array, out):
-            array = array.copy()
-            kept.append(array)
-        return packed(array, device.pointer)
+        return array
     value = checks.number(function, name, value, complex)
     if value.imag and dtype.kind != "c":
         hint = "Convert x to a complex type."
         checks.fail(TypeError, function, name, f"be real for a result of {dtype.name}", value, hint)
-    return value.real, value.imag, 0
+    return value
 
 
 def packed(value, pointer) -> tuple:

@@ -297,12 +297,15 @@ def lsmr(p: Place):
     dense, number = p.reals(rows, cols, dtype=np.float32), p.ints(p._rng.integers(-4, 5, (rows, cols)))
     found = [rawops.lsmr(matrix, b, damp=0.1, x0=x0, preconditioner="column"), rawops.lsmr(dense, b, history=True)]
     found += [rawops.lsmr(number, b, reorthogonalize="full"), rawops.lsmr(dense, x0=x0, b=b, preconditioner="column")]
-    found.append(rawops.lsmr(rawops.LinearOperator((rows, cols), matrix.matvec, matrix.rmatvec, "float64"), b))
+    operator = rawops.LinearOperator((rows, cols), matrix.matvec, matrix.rmatvec, "float64")
+    found.append(rawops.lsmr(operator, b))
     solver = rawops.LSMR(matrix, maxiter=p.size(3, 100))
     found += [solver.solve(b), solver.solve(b, x0), solver.solve_many(p.reals(rows, 3, dtype=np.float64))]
     assert all(result.status.normr >= 0 for result in found[:-1])
     assert all(status.normar >= 0 for status in found[-1].status)
-    return [result.x for result in found]
+    half = p.put(np.array(0.5))
+    products = [operator.matvec(x0, half, -1.0, p.reals(rows, dtype=np.float64)), operator.rmatvec(b, 0)]
+    return [*products, *(result.x for result in found)]
 
 
 def own_kernel(p: Place):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from lsmr_systems import assert_same, counted, put_all, scattered, system, unchecked
@@ -337,8 +338,59 @@ def test_linear_operator_itself(device):
     assert operator.matvec(x, 2.0, 0.0, out) is out
     assert device.get(out).tolist() == [6, 24]
     assert device.get(operator.rmatvec(device.put(np.ones(2)), 1.0, 1.0, device.put(np.ones(3)))).tolist() == [4, 6, 8]
-    with pytest.raises(ValueError, match=r"LinearOperator\.matvec: out must be given where beta is not 0, got None"):
-        operator.matvec(x, 2.0, 1.0)
+
+
+def test_products_with_nothing_of_an_operator(device):
+    """A factor of 0 reads nothing, as with a `SparseMatrix`: a number does not even call the function."""
+    a = device.put(np.arange(6.0, dtype=np.float32).reshape(2, 3))
+    operator, calls = counted(a)
+    nan = device.put(np.full(3, np.nan, np.float32))
+    for beta, want in ((0, [0, 0]), (1, [4, 8]), (device.put(np.array(0.5)), [2, 4])):
+        out = device.put(np.array([4, 8], np.float32))
+        assert operator.matvec(nan, 0, beta, out) is out
+        assert device.get(out).tolist() == want
+    assert device.get(operator.matvec(nan, 0)).tolist() == [0, 0]
+    assert calls["matvec"] == 0
+    zero, out = device.put(np.array(0.0)), device.put(np.full(2, np.nan, np.float32))
+    assert device.get(operator.matvec(nan, zero, zero, out)).tolist() == [0, 0]
+    empty = rawops.LinearOperator((2, 0), abs, abs, "float32")
+    assert device.get(empty.matvec(nan[:0])).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
+def test_results_of_an_operator(device, dtype):
+    """They have NumPy's type whatever the function gives, also over the vector itself."""
+    a = np.array([[1, 2], [3, 4]], dtype)
+    wide = device.put(a.astype("complex128" if dtype == "complex64" else "float64"))
+    operator = rawops.LinearOperator((2, 2), lambda x: wide @ x, lambda u: wide.conj().T @ u, dtype)
+    x = device.put(np.array([1, 10], dtype))
+    assert operator.matvec(x, np.float32(2)).dtype == operator.rmatvec(x).dtype == dtype
+    assert operator.matvec(x.astype("complex64")).dtype == "complex64"
+    assert device.get(operator.matvec(x, -1, ml_dtypes.bfloat16(2), x)).tolist() == [2 - 21, 20 - 43]
+    turned, x = rawops.LinearOperator((3, 3), lambda x: x[::-1], abs, dtype), device.put(np.arange(4, dtype=dtype))
+    turned.matvec(x[:3], out=x[1:])
+    assert device.get(x).tolist() == [0, 2, 1, 0]
+
+
+def test_products_of_an_operator_are_checked(device):
+    operator, _ = counted(device.put(np.ones((2, 3), np.float32)))
+    x, u, out, narrow = (device.put(np.ones(shape, np.float32)) for shape in (3, 2, 2, ()))
+    wrong = rawops.LinearOperator((2, 3), lambda x: x, lambda u: 1j * x, "float32")
+    for call, kind, message in [
+        (lambda: operator.matvec(x, 2.0, 1.0), ValueError, "matvec: out must be given where beta is not 0, got None"),
+        (lambda: operator.matvec(u), ValueError, r"matvec: x must have shape \(3,\), got shape \(2,\)"),
+        (lambda: operator.rmatvec(x), ValueError, r"rmatvec: u must have shape \(2,\), got shape \(3,\)"),
+        (lambda: operator.matvec(x, out=x), ValueError, r"matvec: out must have shape \(2,\)"),
+        (lambda: operator.matvec(x.astype("float64"), out=out), TypeError, "matvec: out must have the result's dtype"),
+        (lambda: operator.rmatvec([1.0, 1.0]), TypeError, "rmatvec: u must be an? (GPU )?array, got list"),
+        (lambda: operator.matvec(x, 1j), TypeError, "matvec: alpha must be real for a result of float32"),
+        (lambda: operator.matvec(x, True), TypeError, "matvec: alpha must be a number"),
+        (lambda: operator.matvec(x, 1, narrow, out), TypeError, "matvec: beta must have dtype float64"),
+        (lambda: wrong.matvec(x), ValueError, r"matvec: A must return an array of shape \(2,\) from matvec, got"),
+        (lambda: wrong.rmatvec(u), TypeError, "rmatvec: A must return real numbers from rmatvec"),
+    ]:
+        with pytest.raises(kind, match=f"^LinearOperator.{message}"):
+            call()
 
 
 @pytest.mark.skipif(has_gpu(), reason="SciPy's operators multiply NumPy arrays")
