@@ -38,6 +38,7 @@ from rawops._runtime import arrays, checks
 from rawops._runtime.kernel import Function
 
 DTYPES = (*FLOAT8, "int8")
+ALL_DTYPES = (*_gemm_config.DTYPES, *DTYPES)  # of `gemm`, which tells the products apart by the size of an element
 SCALES_OF = ("scale_a", "scale_b", "scale_d")
 
 _BLOCK = 128  # that a scale is for, along K and of columns of b
@@ -50,11 +51,12 @@ _MAX_FACTOR = 2**24  # of a product of integers: what float32 counts to
 
 class _Types(Types):
     def __init__(self, has_scales: bool) -> None:
+        super().__init__(ALL_DTYPES)
         self.has_scales = has_scales
 
     def of_operands(self, request: Request) -> str:
         a, b = request.arrays["a"], request.arrays["b"]
-        dtype = checks.dtype(request.function, "a", a, DTYPES)
+        dtype = checks.dtype(request.function, "a", a, self.operands)
         checks.dtype(request.function, "b", b, FLOAT8 if dtype in FLOAT8 else (dtype,), f"a has dtype {dtype}.")
         return dtype
 

@@ -55,12 +55,21 @@ class Request:
 
 
 class Types:
-    """Which dtypes go together: those of products whose operands have one type."""
+    """Which dtypes go together: those of products whose operands have one type.
+
+    Parameters
+    ----------
+    operands : tuple of str
+        What a can have, that of which the function makes another product too.
+    """
+
+    def __init__(self, operands: tuple[str, ...] = DTYPES) -> None:
+        self.operands = operands
 
     def of_operands(self, request: Request) -> str:
         """Check the dtypes of a and b; return that of a."""
         a, b = request.arrays["a"], request.arrays["b"]
-        dtype = checks.dtype(request.function, "a", a, DTYPES)
+        dtype = checks.dtype(request.function, "a", a, self.operands)
         checks.dtype(request.function, "b", b, (dtype,), "a and b have one dtype; convert one of them.")
         return dtype
 

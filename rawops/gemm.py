@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import functools
 
+from rawops._gemm_8bit import ALL_DTYPES, ScaleArguments, ScaledProduct
 from rawops._gemm_8bit import DTYPES as BYTE_DTYPES
-from rawops._gemm_8bit import ScaleArguments, ScaledProduct
 from rawops._gemm_call import ZERO, Product, scalar, scalars
-from rawops._gemm_config import DTYPES
 from rawops._gemm_grouped import GroupedProduct
-from rawops._gemm_operands import MAX_SIZE, Options, check_addend, check_bias, check_dtype, split_count
+from rawops._gemm_operands import MAX_SIZE, Options, Types, check_addend, check_bias, check_dtype, split_count
 from rawops._gemm_tune import tune
 from rawops._gemm_w4 import FORMATS, WeightProduct
 from rawops._runtime import arrays, checks
 from rawops._runtime.copies import ByArguments
+
+
+class _PlainProduct(Product):
+    """A product whose operands have one type, neither packed nor of 8 bits."""
+
+    types = Types(ALL_DTYPES)
 
 
 @functools.lru_cache(maxsize=256)
@@ -24,7 +29,7 @@ def _product(kind: tuple, *options) -> Product:
 
 def _product_of(function: str, options: Options, kind: tuple, workspaces=None) -> Product:
     """Make a product whose operands have one type (), of packed weights or of 8 bits, with what tells those apart."""
-    make, *of_kind = kind or (Product,)
+    make, *of_kind = kind or (_PlainProduct,)
     return make(function, options, *of_kind, workspaces)
 
 
@@ -277,7 +282,7 @@ class Gemm(ByArguments):
         deterministic: bool = False,
     ) -> None:
         sizes = (checks.int_range("Gemm", n, v, 0, MAX_SIZE) for n, v in (("M", M), ("N", N), ("K", K)))
-        plan = (*sizes, check_dtype("Gemm", "dtype", dtype, (*DTYPES, *BYTE_DTYPES)))
+        plan = (*sizes, check_dtype("Gemm", "dtype", dtype, ALL_DTYPES))
         checks.flag("Gemm", "deterministic", deterministic)
         options = Options(activation, out_dtype, precision, split_k, plan)
         kind, self._further, self._scales = (), (), None

@@ -309,9 +309,11 @@ def test_out_over_an_operand(device, rng):
     np.testing.assert_array_equal(device.get(out), a.astype(int) @ b.astype(int))
 
 
+ANY = "float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2 or int8"
 WRONG = [
+    (TypeError, f"a must have dtype {ANY}, got int32", {"a": np.ones((9, 32), np.int32)}),
     (TypeError, "b must have dtype float8_e4m3fn or float8_e5m2, got int8", {"b": np.ones((32, 8), INT8)}),
-    (TypeError, "a must have dtype float8_e4m3fn, float8_e5m2 or int8, got uint8", {"a": np.ones((9, 32), np.uint8)}),
+    *((TypeError, f"a must have dtype {ANY}, got {name}", {"a": np.ones((9, 32), name)}) for name in ("uint8", "bool")),
     (TypeError, "out_dtype must be bfloat16 or", {"out_dtype": "int32"}),
     (TypeError, "scale_a must have dtype float32", {"scale_a": np.ones(9)}),
     (ValueError, r"scale_a must have one entry or shape \(9,\) for rows", {"scale_a": np.ones(8, np.float32)}),
