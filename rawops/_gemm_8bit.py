@@ -31,6 +31,7 @@ from rawops._gemm_operands import (
     describe,
     fold_batch,
     pack_shape,
+    result_dtype,
 )
 from rawops._gemm_sm90_config import Config
 from rawops._gemm_steps import pack_call
@@ -71,13 +72,17 @@ class _Types(Types):
         return (*_RESULTS, "int32") if out_dtype is None and dtype == "int8" else _RESULTS
 
 
-def _check_integer_result(request: Request) -> None:
-    """Check that a product has nothing that its int32 sums cannot take part in."""
-    given = [role for role in SCALES_OF if request.arrays[role] is not None]
-    if request.options.activation is not None:
+def _check_result(function: str, out_dtype: str, activation: str | None, scales: dict) -> None:
+    """Check that a result of this dtype goes with an activation and with scales by role, arrays or numbers."""
+    given = [role for role, x in scales.items() if x is not None]
+    if activation is not None:
         given.append("activation")
-    if given:
-        _fail_integer_result(request.function, f"{given[0]} is given")
+    if out_dtype == "int32" and given:
+        _fail_integer_result(function, f"{given[0]} is given")
+    scale = scales["scale_d"]
+    if scale is not None and out_dtype not in FLOAT8:
+        got = scale if isinstance(scale, float) else "one"
+        checks.fail(ValueError, function, "scale_d", f"be None for a {out_dtype} result", got, "It is for float8.")
 
 
 def _check_whole(function: str, **factors: tuple) -> None:
@@ -239,14 +244,19 @@ class ScaledProduct(Product):
     def check(self, request: Request) -> tuple[str, str, Sizes]:
         dtype, out_dtype, sizes = check(request, self.types)
         _check_scales(request, sizes, dtype)
-        if out_dtype == "int32":
-            _check_integer_result(request)
-        if request.arrays["scale_d"] is not None and out_dtype not in FLOAT8:
-            request.fail(ValueError, "scale_d", f"be None for a {out_dtype} result", "an array", "It is for float8.")
+        scales = {role: request.arrays[role] for role in SCALES_OF}
+        _check_result(self.function, out_dtype, self.options.activation, scales)
         if len(addends := self._addends(request)) > 1:
             rule = "share one 16-bit dtype, or be float32"
             checks.fail(TypeError, request.function, "c, bias and residual", rule, " and ".join(sorted(addends)))
         return dtype, out_dtype, sizes
+
+    def check_numbers(self, a, out, scales: dict) -> None:
+        """Check that scales by role, of which some may be numbers, go with the result of a call, before all else."""
+        request = Request(self.function, self.options, {"a": a, "out": out}, [], self.names)
+        plan = self.options.sizes
+        dtype = checks.dtype(self.function, "a", a, self.types.operands if plan is None else plan[-1:])
+        _check_result(self.function, result_dtype(request, dtype, self.types), self.options.activation, scales)
 
     @staticmethod
     def _addends(request: Request) -> set[str]:
@@ -371,13 +381,15 @@ class ScaleArguments:
         """Return alpha, packed, times the numbers; 0 stays 0, whatever they are."""
         return (alpha[0], alpha[1] * self.factor, alpha[2]) if alpha[1] != 0 else alpha
 
-    def on_device(self, function: str, a) -> ScaleArguments:
-        """Return them with an array in the place of a number for the result."""
+    def on_device(self, product: ScaledProduct, a, out) -> ScaleArguments:
+        """Return them with an array in the place of a number for the result, if that is one that takes it."""
         *others, d = self.arrays
         if not isinstance(d, float):
             return self
-        (a,), _ = arrays.take(function, a=a)
-        device = arrays.device_of(function, a=a)
+        checks.arrays_given(product.function, a=a)
+        (a, out), _ = arrays.take(product.function, a=a, out=out)
+        product.check_numbers(a, out, dict(zip(SCALES_OF, self.arrays, strict=True)))
+        device = arrays.device_of(product.function, a=a)
         with device.current():
             x = device.empty((1,), np.dtype("float32"))
             x[...] = d

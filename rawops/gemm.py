@@ -154,15 +154,14 @@ def gemm(
         c = None
     if split_k is not None and type(split_k) is not int:
         split_k = split_count("gemm", split_k)  # since 2.0 and True would find the products of 2 and 1
-    kind, further = (), ()
+    kind, further, scales = (), (), None
     if b_dtype is not None:
         _check_without("gemm", "with b_dtype", scale_a=scale_a, scale_d=scale_d)
         kind, further = (WeightProduct, b_dtype, zero_b is not None), _weights("gemm", b_dtype, scale_b, zero_b)
     elif _is_8bit(a):
         _check_without("gemm", "without b_dtype", zero_b=zero_b)
         kind = (ScaledProduct, scale_a is not None or scale_b is not None)
-        scales = ScaleArguments.of("gemm", scale_a, scale_b, scale_d).on_device("gemm", a)
-        packed_alpha, further = scales.applied_to(packed_alpha), scales.arrays
+        scales = ScaleArguments.of("gemm", scale_a, scale_b, scale_d)
     else:
         _check_without("gemm", _PLAIN, scale_a=scale_a, scale_b=scale_b, scale_d=scale_d, zero_b=zero_b)
     options = (activation, out_dtype, precision, split_k)
@@ -170,6 +169,8 @@ def gemm(
         product = _product(kind, *options)
     except TypeError:  # what cannot be hashed is no option: the checks say so
         product = _product.__wrapped__(kind, *options)
+    if scales is not None:
+        packed_alpha, further = scales.applied_to(packed_alpha), scales.on_device(product, a, out).arrays
     return product((a, b, out, c, bias, residual, *further), packed_alpha, packed_beta)
 
 
@@ -323,6 +324,6 @@ class Gemm(ByArguments):
             alpha, beta = scalars("Gemm", self._alpha, self._beta, c, a)
             c = None if beta == ZERO else c
         if self._scales is not None:
-            self._scales = self._scales.on_device("Gemm", a)
+            self._scales = self._scales.on_device(self._product, a, out)
             alpha, self._further = self._scales.applied_to(alpha), self._scales.arrays
         return self._product((a, b, out, c, bias, residual, *self._further), alpha, beta)

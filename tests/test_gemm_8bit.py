@@ -309,6 +309,7 @@ def test_out_over_an_operand(device, rng):
     np.testing.assert_array_equal(device.get(out), a.astype(int) @ b.astype(int))
 
 
+ONE = np.ones(1, np.float32)
 ANY = "float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2 or int8"
 WRONG = [
     (TypeError, f"a must have dtype {ANY}, got int32", {"a": np.ones((9, 32), np.int32)}),
@@ -319,7 +320,8 @@ WRONG = [
     (ValueError, r"scale_a must have one entry or shape \(9,\) for rows", {"scale_a": np.ones(8, np.float32)}),
     (ValueError, r"scale_b must have one entry or shape \(8,\) for columns", {"scale_b": np.ones((2, 8), np.float32)}),
     (ValueError, "scale_b must have batch axes", {"scale_b": np.ones((2, 1, 8), np.float32)}),
-    (ValueError, "scale_d must be None for a bfloat16 result", {"scale_d": 2.0}),
+    (ValueError, "scale_d must be None for a bfloat16 result, got 2.0. It is for float8", {"scale_d": 2.0}),
+    (ValueError, "scale_d must be None for a float32 result, got one", {"scale_d": ONE, "out_dtype": "float32"}),
     (ValueError, r"scale_d must have one entry, got shape \(8,\)", {"scale_d": np.ones(8, FLOAT32), "out_dtype": E4M3}),
     (ValueError, "split_k must be None for 8-bit operands", {"split_k": 2}),
     (ValueError, "precision must be None for float8_e4m3fn", {"precision": "tf32"}),
@@ -339,6 +341,22 @@ def test_checks(plain, kind, message, given):
     arguments = {name: plain.put(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
     with pytest.raises(kind, match=f"gemm: {message}"):
         gemm(**arguments)
+
+
+def test_a_number_for_a_result_without_scale(plain):
+    """It is refused as it was given, before an array is made of it."""
+    a, b = plain.put(np.ones((9, 32), E4M3)), plain.put(np.ones((32, 8), E4M3))
+    out, half = plain.put(np.ones((9, 8), E4M3)), plain.put(np.ones((9, 32), np.float16))
+    plan = Gemm(9, 8, 32, E4M3, scale_d=2.0)
+    for call, kind, message in [
+        (lambda: plan(a, b), ValueError, "scale_d must be None for a bfloat16 result, got 2.0"),
+        (lambda: plan(half, b, out=out), TypeError, "a must have dtype float8_e4m3fn, got float16"),
+        (lambda: plan(None, b), TypeError, "a must be an array, got None"),
+        (lambda: gemm(a, b, scale_d=2.0, out_dtype="int8"), TypeError, "out_dtype must be bfloat16 or"),
+        (lambda: gemm(a, b, scale_d=2.0, out=half), ValueError, "scale_d must be None for a float16 result, got 2.0"),
+    ]:
+        with pytest.raises(kind, match=message):
+            call()
 
 
 def test_checks_of_int8(plain):
