@@ -35,7 +35,7 @@ from rawops._gemm_operands import (
 )
 from rawops._gemm_sm90_config import Config
 from rawops._gemm_steps import pack_call
-from rawops._runtime import arrays, checks
+from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.kernel import Function
 
 DTYPES = (*FLOAT8, "int8")
@@ -134,33 +134,39 @@ def as_matrix(role: str, x):
     return x[:, None] if role == "scale_a" else x[None, :]
 
 
-def _check_scales(request: Request, sizes: Sizes, dtype: str) -> None:
-    blocks_k, blocks_n = -(-sizes.K // _BLOCK), -(-sizes.N // _BLOCK)
+def _check_scales(function: str, scales: dict, sizes: tuple[int, int, int], dtype: str) -> None:
+    """Check scales by role, arrays or numbers, but for their batch axes."""
+    M, N, K = sizes
+    blocks_k, blocks_n = -(-K // _BLOCK), -(-N // _BLOCK)
     fits = {
-        "scale_a": ((1, sizes.M), (1, blocks_k), f"({sizes.M},) for rows or (..., {sizes.M}, {blocks_k}) for blocks"),
+        "scale_a": ((1, M), (1, blocks_k), f"({M},) for rows or (..., {M}, {blocks_k}) for blocks"),
         "scale_b": (
             (1, blocks_k),
-            (1, sizes.N, blocks_n),
-            f"({sizes.N},) for columns or (..., {blocks_k}, {blocks_n} or {sizes.N}) for blocks",
+            (1, N, blocks_n),
+            f"({N},) for columns or (..., {blocks_k}, {blocks_n} or {N}) for blocks",
         ),
         "scale_d": ((1,), (1,), ""),
     }
     for role, (rows, cols, rule) in fits.items():
-        given = request.arrays[role]
-        if given is None:
+        given = scales[role]
+        if given is None or isinstance(given, float):
             continue
         x = as_matrix(role, given)
-        checks.dtype(request.function, role, x, ("float32",))
+        checks.dtype(function, role, x, ("float32",))
         rule = f"have one entry or shape {rule}" if rule else "have one entry"
         if x.size != 1 and not (x.ndim >= 2 and x.shape[-2] in rows and x.shape[-1] in cols):
-            request.fail(ValueError, role, rule, f"shape {tuple(given.shape)}")
-        if x.size != 1 and not _broadcasts(x.shape[:-2], sizes.batch):
-            request.fail(
-                ValueError, role, f"have batch axes that broadcast to {sizes.batch}", f"shape {tuple(x.shape)}"
-            )
+            checks.fail(ValueError, function, role, rule, f"shape {tuple(given.shape)}")
         if dtype == "int8" and _is_blocked(role, x, blocks_n):
-            hint = "Scales of blocks are for float8."
-            request.fail(ValueError, role, "have one entry or one for each row or column", f"shape {x.shape}", hint)
+            rule, hint = "have one entry or one for each row or column", "Scales of blocks are for float8."
+            checks.fail(ValueError, function, role, rule, f"shape {x.shape}", hint)
+
+
+def _check_batches(function: str, scales: dict, batch: tuple[int, ...]) -> None:
+    """Check the batch axes of scales by role."""
+    for role, given in scales.items():
+        x = as_matrix(role, given)
+        if x is not None and x.size != 1 and not _broadcasts(x.shape[:-2], batch):
+            checks.fail(ValueError, function, role, f"have batch axes that broadcast to {batch}", f"shape {x.shape}")
 
 
 def _broadcasts(shape: tuple, target: tuple) -> bool:
@@ -243,13 +249,29 @@ class ScaledProduct(Product):
 
     def check(self, request: Request) -> tuple[str, str, Sizes]:
         dtype, out_dtype, sizes = check(request, self.types)
-        _check_scales(request, sizes, dtype)
         scales = {role: request.arrays[role] for role in SCALES_OF}
+        _check_scales(self.function, scales, (sizes.M, sizes.N, sizes.K), dtype)
+        _check_batches(self.function, scales, sizes.batch)
         _check_result(self.function, out_dtype, self.options.activation, scales)
         if len(addends := self._addends(request)) > 1:
             rule = "share one 16-bit dtype, or be float32"
             checks.fail(TypeError, request.function, "c, bias and residual", rule, " and ".join(sorted(addends)))
         return dtype, out_dtype, sizes
+
+    def check_plan(self, given: ScaleArguments, alpha, beta) -> None:
+        """Check what a plan has, beside its options, that no call changes. alpha and beta are floats or arrays."""
+        scales = dict(zip(SCALES_OF, given.arrays, strict=True))
+        found = {role: x for role, x in scales.items() if not isinstance(x, float)}
+        scales |= zip(found, arrays.take(self.function, **found)[0], strict=True)
+        *sizes, dtype = self.options.sizes
+        _check_scales(self.function, scales, sizes, dtype)
+        if self.options.out_dtype is None:  # the result may have that of an out
+            return
+        out_dtype = dtypes.name(self.options.out_dtype)
+        _check_result(self.function, out_dtype, self.options.activation, scales)
+        if out_dtype == "int32":
+            alpha, beta = ((0, x, 0) if isinstance(x, float) else (1, 1.0, 0) for x in (alpha, beta))
+            _check_whole(self.function, alpha=given.applied_to(alpha), beta=beta)
 
     def check_numbers(self, a, out, scales: dict) -> None:
         """Check that scales by role, of which some may be numbers, go with the result of a call, before all else."""

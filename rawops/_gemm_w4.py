@@ -216,6 +216,12 @@ class WeightProduct(Product):
         if options.sizes is not None:
             check_dtype(function, "dtype", options.sizes[-1], _DTYPES, " with b_dtype")
 
+    def check_plan(self, scale, zero=None) -> None:
+        """Check what a plan has, beside its options, that no call changes."""
+        _, N, K, _ = self.options.sizes
+        (scale, zero), _ = arrays.take(self.function, scale_b=scale, zero_b=zero)
+        _check_groups(self.function, self.b_dtype, K, N, scale, zero)
+
     def check(self, request: Request) -> tuple[str, str, Sizes]:
         _check_weights(request, self.b_dtype)
         a, b = request.arrays["a"], request.arrays["b"]
@@ -379,26 +385,33 @@ def _access(x: Operand, gate: int) -> int:
 def _check_weights(request: Request, b_dtype: str) -> None:
     """Check the arrays that other products do not have."""
     function, arrays = request.function, request.arrays
-    a, b, scale, zero = arrays["a"], arrays["b"], arrays["scale_b"], arrays.get("zero_b")
+    a, b = arrays["a"], arrays["b"]
     checks.dtype(function, "a", a, _DTYPES)
     checks.dtype(function, "b", b, ("uint8",), f"{b_dtype} weights come packed, two a byte: rawops.pack_int4.")
-    checks.dtype(function, "scale_b", scale, _SCALE_DTYPES)
-    for role, x in (("b", b), ("scale_b", scale)):
-        if x.ndim != 2:
-            request.fail(ValueError, role, "have 2 dimensions", f"shape {tuple(x.shape)}")
+    if b.ndim != 2:
+        request.fail(ValueError, "b", "have 2 dimensions", f"shape {tuple(b.shape)}")
     K, N = b.shape[0] * 2, b.shape[1]
     if a.ndim and a.shape[-1] != K:
         rule = f"have a row for every two of a's {a.shape[-1]} columns"
         hint = "Values that have a byte each are packed by rawops.pack_int4."
         request.fail(ValueError, "b", rule, f"shape {tuple(b.shape)}", hint)
+    _check_groups(function, b_dtype, K, N, arrays["scale_b"], arrays.get("zero_b"))
+
+
+def _check_groups(function: str, b_dtype: str, K: int, N: int, scale, zero) -> None:
+    """Check scales and zero points of weights of these sizes."""
+    checks.dtype(function, "scale_b", scale, _SCALE_DTYPES)
+    if scale.ndim != 2:
+        checks.fail(ValueError, function, "scale_b", "have 2 dimensions", f"shape {tuple(scale.shape)}")
     rows = scale.shape[0]
     if K not in [rows * group for group in GROUPS]:
         rule = f"have a row for each {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]} of K = {K}"
-        request.fail(ValueError, "scale_b", rule, f"shape {tuple(scale.shape)}")
+        checks.fail(ValueError, function, "scale_b", rule, f"shape {tuple(scale.shape)}")
     checks.shape(function, "scale_b", scale, (rows, N))
     if zero is not None:
         if b_dtype != "uint4":
-            request.fail(ValueError, "zero_b", f"be None for {b_dtype} weights", f"shape {tuple(zero.shape)}")
+            rule = f"be None for {b_dtype} weights"
+            checks.fail(ValueError, function, "zero_b", rule, f"shape {tuple(zero.shape)}")
         checks.dtype(function, "zero_b", zero, ("uint8", "int8"), "One zero point an entry, not packed.")
         checks.shape(function, "zero_b", zero, (rows, N))
 

@@ -11,7 +11,7 @@ from rawops._gemm_grouped import GroupedProduct
 from rawops._gemm_operands import MAX_SIZE, Options, Types, check_addend, check_bias, check_dtype, split_count
 from rawops._gemm_tune import tune
 from rawops._gemm_w4 import FORMATS, WeightProduct
-from rawops._runtime import arrays, checks
+from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.copies import ByArguments
 
 
@@ -303,15 +303,21 @@ class Gemm(ByArguments):
         self._alpha, self._beta = scalar("Gemm", "alpha", alpha), scalar("Gemm", "beta", beta)
         numbers = type(self._alpha) is float and type(self._beta) is float and self._beta == 0
         self._factors = ((0, self._alpha, 0), ZERO) if numbers else None  # as packed, if c takes no part
+        if self._scales is not None:
+            self._product.check_plan(self._scales, self._alpha, self._beta)
+        elif self._further:
+            self._product.check_plan(*self._further)
         (self._bias, self._residual), _ = arrays.take("Gemm", bias=bias, residual=residual)
         self._check_epilogue(*plan)
 
     def _check_epilogue(self, M: int, N: int, K: int, dtype: str) -> None:
-        bias, residual, allowed = self._bias, self._residual, self._product.types.of_addends(dtype)
+        bias, residual, options = self._bias, self._residual, self._product.options
+        out_dtype = None if options.out_dtype is None else dtypes.name(options.out_dtype)
+        allowed = self._product.types.of_addends(dtype, out_dtype)
         if bias is not None:
             check_bias("Gemm", bias, allowed, N)
         if residual is not None:
-            cols = N // 2 if self._product.options.activation == "swiglu" else N
+            cols = N // 2 if options.activation == "swiglu" else N
             check_addend("Gemm", "residual", residual, allowed, (*residual.shape[:-2], M, cols))
 
     def __call__(self, a, b, c=None, *, bias=None, residual=None, out=None):

@@ -359,6 +359,40 @@ def test_a_number_for_a_result_without_scale(plain):
             call()
 
 
+WRONG_PLANS = [
+    (ValueError, "out_dtype must be .* where activation is given, got int32", "int8", {"activation": "relu"}),
+    (ValueError, "out_dtype must be .* where scale_b is given, got int32", "int8", {"scale_b": ONE}),
+    (ValueError, "out_dtype must be .* where alpha .* is 1.5, which is no whole", "int8", {"alpha": 3, "scale_a": 0.5}),
+    (ValueError, "out_dtype must be .* where beta .* is an array", "int8", {"beta": np.ones((), np.float32)}),
+    (TypeError, "bias must have dtype int32, got float32", "int8", {"bias": np.ones(8, np.float32)}),
+    (ValueError, "scale_b must have one entry or one for each row", "int8", {"scale_b": np.ones((3, 8), np.float32)}),
+    (ValueError, "scale_d must be None for a float16 result, got 2.0", E4M3, {"scale_d": 2, "out_dtype": "float16"}),
+    (ValueError, "scale_d must be None for a float16 result, got one", E4M3, {"scale_d": ONE, "out_dtype": "float16"}),
+    (TypeError, "scale_a must have dtype float32, got float64", E4M3, {"scale_a": np.ones(9)}),
+    (ValueError, r"scale_b must have one entry or shape \(8,\)", E4M3, {"scale_b": np.ones(9, np.float32)}),
+]
+
+
+@pytest.mark.parametrize("kind, message, dtype, given", WRONG_PLANS, ids=[message for _, message, *_ in WRONG_PLANS])
+def test_checks_of_a_plan(plain, kind, message, dtype, given):
+    """What no call can make right is refused when the plan is made."""
+    given = {name: plain.put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    given = {"out_dtype": "int32"} | given if dtype == "int8" else given
+    with pytest.raises(kind, match=f"Gemm: {message}"):
+        Gemm(9, 8, 300, dtype, **given)
+
+
+def test_plans_that_a_call_makes_right(plain):
+    a, b = plain.put(np.ones((9, 32), INT8)), plain.put(np.ones((32, 8), INT8))
+    op = Gemm(9, 8, 32, INT8, activation="relu", alpha=3, scale_a=0.5, scale_d=None)
+    same(plain, op(a, b), np.full((9, 8), 48))
+    with pytest.raises(ValueError, match=r"Gemm: out_dtype must be .* where activation is given"):
+        op(a, b, out=plain.put(np.ones((9, 8), np.int32)))
+    op = Gemm(9, 8, 32, INT8, alpha=4, scale_a=0.5, out_dtype="int32")
+    same(plain, op(a, b), np.full((9, 8), 64))
+    Gemm(9, 8, 32, INT8, scale_a=plain.put(np.ones((3, 9, 1), np.float32)))  # the call has the batch axes
+
+
 def test_checks_of_int8(plain):
     a, b = plain.put(np.ones((9, 300), INT8)), plain.put(np.ones((300, 8), INT8))
     ones = plain.put(np.ones((9, 3), np.float32))

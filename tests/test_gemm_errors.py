@@ -54,6 +54,13 @@ def test_errors_of_a_plan(device):
     """What cannot become right is refused when the plan is made."""
     sizes, half = (4, 8, 6), np.float16
     array = "an array" if device.is_emulated else "a GPU array"
+
+    def ones(*shape, dtype=half):
+        return device.put(np.ones(shape, dtype))
+
+    def packed(scale_b, zero_b=None, b_dtype="int4", K=64):
+        return Gemm(4, 8, K, half, b_dtype=b_dtype, scale_b=scale_b, zero_b=zero_b)
+
     for error, text, call in [
         (TypeError, "dtype must be float16 or", lambda: Gemm(*sizes, None)),
         (TypeError, "dtype must be float16 or", lambda: Gemm(*sizes, "junk")),
@@ -91,6 +98,13 @@ def test_errors_of_a_plan(device):
             lambda: Gemm(*sizes, np.float32, b_dtype="int4", scale_b=device.put(np.ones((1, 8), half))),
         ),
         (ValueError, "scale_b must be given", lambda: Gemm(*sizes, half, b_dtype="int4")),
+        (ValueError, "scale_b must have a row for each 32, 64 or 128 of K = 6", lambda: packed(ones(1, 8), K=6)),
+        (ValueError, "scale_b must have shape (2, 8), got (2, 9)", lambda: packed(ones(2, 9))),
+        (ValueError, "scale_b must have 2 dimensions", lambda: packed(ones(2))),
+        (TypeError, "scale_b must have dtype float16, bfloat16 or float32", lambda: packed(ones(2, 8, dtype=int))),
+        (TypeError, f"scale_b must be {array}, got float", lambda: packed(2.0)),
+        (ValueError, "zero_b must be None for int4 weights", lambda: packed(ones(2, 8), ones(2, 8, dtype=np.int8))),
+        (TypeError, "zero_b must have dtype uint8 or int8", lambda: packed(ones(2, 8), ones(2, 8), "uint4")),
     ]:
         with pytest.raises(error) as raised:
             call()
