@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from emulation import SAXPY, launch
 
+import rawops
 from rawops.errors import MemoryFault
 
 ARCHS = ("sm_80", "sm_90a")
@@ -287,6 +288,13 @@ def test_coalescing_report(stride, sectors):
     np.testing.assert_array_equal(y, x[np.arange(32) * stride])
     report = launch(STRIDED, 1, 32, x, y, np.int32(stride), check=False)
     assert str(report).count("not counted without check=True") == 2
+
+
+def test_arrays_that_the_emulator_allocates_lie_as_a_devices_do():
+    """At multiples of 256, as CuPy's: what the report counts is then the same every time."""
+    with rawops.emulate() as emu:
+        kept = [emu.device.empty((size,), np.float16) for size in (1, 7, 100, 4099, 77, 3, 65536)]
+        assert [emu.device.pointer(x) % 256 for x in kept] == [0] * len(kept)
 
 
 SEMAPHORE = """

@@ -5,7 +5,6 @@ import itertools
 import sys
 import threading
 import types
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import scipy.sparse
 from conftest import Device
 
 import rawops
-from rawops._runtime import arrays, checks, held
+from rawops._runtime import arrays, checks
 from rawops._runtime import device as devices
 from rawops._runtime.kernel import KernelSpec, ParamStruct
 
@@ -484,41 +483,3 @@ def test_threads_that_come_first_share_a_device(monkeypatch, kind):
     with ThreadPoolExecutor(2) as threads:
         first, second = [call.result() for call in [threads.submit(get, *arguments) for _ in range(2)]]
     assert first is second is get(*arguments)
-
-
-# --- memory of copies on their way ----------------------------------------------------------------------------------
-
-
-class Event:
-    """As CuPy's: `happened` is None for one that was recorded in a capture."""
-
-    def __init__(self, happened) -> None:
-        self.happened = happened
-
-    @property
-    def done(self) -> bool:
-        if self.happened is None:
-            raise RuntimeError("cudaErrorCapturedEvent")
-        return self.happened
-
-
-@pytest.mark.parametrize("happened", [False, None])
-def test_memory_is_held_until_its_copy_has_come(monkeypatch, happened):
-    monkeypatch.setattr(held, "_on_the_way", {})
-    events, copies = [Event(happened), Event(False)], [np.zeros(3), np.zeros(3)]
-    kept = [weakref.ref(x) for x in copies]
-    for event in events:
-        held.hold(event, copies.pop(0))
-    held.hold(Event(True), None)
-    assert all(x() is not None for x in kept)
-    events[0].happened = True
-    held.hold(Event(True), None)
-    assert kept[0]() is None and kept[1]() is not None
-    assert len(held._on_the_way) == 1
-
-
-def test_arrays_that_the_emulator_allocates_lie_as_a_devices_do():
-    """At multiples of 256, as CuPy's: what the report counts is then the same every time."""
-    with rawops.emulate() as emu:
-        kept = [emu.device.empty((size,), np.float16) for size in (1, 7, 100, 4099, 77, 3, 65536)]
-        assert [emu.device.pointer(x) % 256 for x in kept] == [0] * len(kept)
