@@ -71,9 +71,11 @@ class LinearOperator:
             alpha, beta = (given.factor(function, device, *f, dtype) for f in (("alpha", alpha), ("beta", beta)))
             if out is not None or not _is_zero(beta):
                 out = given.target(function, device, out, (rows,), dtype, given.packed(beta, device.pointer))
-            total = None if _is_zero(beta) else _scaled(beta, out)
+            wide = np.result_type(dtype, np.float32)  # in which the terms of 16 bits add up
+            total = None if _is_zero(beta) else _scaled(beta, out.astype(wide, copy=False))
             if not _is_zero(alpha) and 0 not in self.shape:
-                y = _returned(function, "A", name, self._products[transposed](x), (rows,), dtype, {argument: x})
+                y = self._products[transposed](x)
+                y = _returned(function, "the operator", name, y, (rows,), wide, {argument: x})
                 y = _scaled(alpha, y)
                 total = y if total is None else total + y
             if total is None:
@@ -81,8 +83,9 @@ class LinearOperator:
                 total.fill(0)
             total = total.astype(dtype, copy=False)
             if out is None:
-                return give(total)
-            out[...] = total.copy() if given.overlap(total, out) else total
+                return give(total.copy() if given.overlap(total, x) else total)
+            if total is not out:
+                out[...] = total.copy() if given.overlap(total, out) else total
             return give(out)
 
 
@@ -219,7 +222,9 @@ class PythonProduct:
 
     def apply(self, transposed: bool, x, y, scalars: Pair, partials) -> None:
         name = "rmatvec" if transposed else "matvec"
-        product = getattr(self.operator, name)
+        operator = self.operator
+        is_own = isinstance(operator, LinearOperator)  # whose function needs no checks of the solver's vectors
+        product = operator._products[transposed] if is_own else getattr(operator, name)
         if self.vectors.columns == 1:
             w = _contiguous(self.function, "A", name, product(x), y)
         else:

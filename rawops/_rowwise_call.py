@@ -298,7 +298,7 @@ def _prepare_sum(function: str, operands: tuple, addresses: list, options: tuple
         if options[0] not in allowed:
             rule = f"be {' or '.join(allowed)} for {dtype} inputs"
             checks.fail(TypeError, function, "out_dtype", rule, options[0])
-        allowed = options
+        allowed = (options[0],)
     result = result_of(function, "out", out, x.shape[:-1], *allowed)
     target = result or out
     apart = keep_apart(operands, 1, (0,))

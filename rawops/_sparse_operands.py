@@ -48,6 +48,8 @@ def scalars(function: str, device, dtype, alpha, beta, out=None) -> tuple[tuple,
 
 
 def _scalar(function: str, device, name: str, value, dtype, out, kept: list) -> tuple:
+    if type(value) is float:  # as most are
+        return value, 0.0, 0
     value = factor(function, device, name, value, dtype)
     if out is not None and not isinstance(value, complex) and overlap(value, out):
         value = value.copy()

@@ -52,7 +52,10 @@ _PLAIN = "without b_dtype or operands of 8 bits"
 
 
 def _is_8bit(a) -> bool:
-    return getattr(getattr(a, "dtype", None), "itemsize", 0) == 1
+    itemsize = getattr(getattr(a, "dtype", None), "itemsize", None)
+    if itemsize is None and a is not None:  # an array of another library, which may not tell
+        itemsize = arrays.take("gemm", a=a)[0][0].dtype.itemsize
+    return itemsize == 1
 
 
 def gemm(

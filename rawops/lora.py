@@ -132,7 +132,7 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
     bias : array (N,), optional
     activation : str, optional
         As for `lora_linear`. The arrays are kept, not copied: changes of their content show in the next call. With
-        `slices`, a and b are copied.
+        `slices`, a and b are copied, once for the calls and once for a merge.
 
     Attributes
     ----------

@@ -1,6 +1,7 @@
 """Products of float8 and int8: exact over sizes, layouts and scales; what is read; results of 8 bits; the checks."""
 
 import itertools
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -424,3 +425,11 @@ def plain():
     else:
         with rawops.emulate():
             yield Device(np)
+
+
+def test_an_array_that_does_not_tell_its_type(monkeypatch):
+    """One of another library counts as what it is converted to."""
+    module = sys.modules[gemm.__module__]
+    for dtype in (np.int8, np.float16):
+        monkeypatch.setattr(module.arrays, "take", lambda function, a, dtype=dtype: ([np.zeros(1, dtype)], None))
+        assert module._is_8bit(object()) == (dtype is np.int8)

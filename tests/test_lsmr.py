@@ -370,6 +370,19 @@ def test_results_of_an_operator(device, dtype):
     turned, x = rawops.LinearOperator((3, 3), lambda x: x[::-1], abs, dtype), device.put(np.arange(4, dtype=dtype))
     turned.matvec(x[:3], out=x[1:])
     assert device.get(x).tolist() == [0, 2, 1, 0]
+    same = rawops.LinearOperator((3, 3), lambda x: x, abs, dtype).matvec(x[:3])
+    same[...] = 7
+    assert device.get(x).tolist() == [0, 2, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_terms_of_an_operator_of_16_bits_add_up_in_float32(device, dtype):
+    a, x, large = (device.put(np.array(x, dtype)) for x in ([[30000, 30000]], [1, 2], [40000]))
+    wide = a.astype("float32")
+    operator = rawops.LinearOperator((1, 2), lambda x: wide @ x.astype("float32"), abs, dtype)
+    want, c = (float(device.get(y).flat[0]) for y in (wide, large))
+    got = operator.matvec(x, 0.5), operator.matvec(x, device.put(np.array(-1.0)), 2, large.copy())
+    assert [float(device.get(y)[0]) for y in got] == pytest.approx([1.5 * want, 2 * c - 3 * want], rel=5e-3)
 
 
 def test_products_of_an_operator_are_checked(device):
@@ -386,8 +399,12 @@ def test_products_of_an_operator_are_checked(device):
         (lambda: operator.matvec(x, 1j), TypeError, "matvec: alpha must be real for a result of float32"),
         (lambda: operator.matvec(x, True), TypeError, "matvec: alpha must be a number"),
         (lambda: operator.matvec(x, 1, narrow, out), TypeError, "matvec: beta must have dtype float64"),
-        (lambda: wrong.matvec(x), ValueError, r"matvec: A must return an array of shape \(2,\) from matvec, got"),
-        (lambda: wrong.rmatvec(u), TypeError, "rmatvec: A must return real numbers from rmatvec"),
+        (
+            lambda: wrong.matvec(x),
+            ValueError,
+            r"matvec: the operator must return an array of shape \(2,\) from matvec, got",
+        ),
+        (lambda: wrong.rmatvec(u), TypeError, "rmatvec: the operator must return real numbers from rmatvec"),
     ]:
         with pytest.raises(kind, match=f"^LinearOperator.{message}"):
             call()

@@ -1,6 +1,7 @@
-"""The examples of the README and of the pages run as they stand: on the GPU, or in the emulator on NumPy arrays.
+"""The examples of the README and of the pages on GEMM, LoRA, attention and the paged cache run as they stand.
 
-There "import cupy as cp" imports NumPy, which is all that is changed, and nothing is captured in a CUDA graph.
+On the GPU, or in the emulator on NumPy arrays: there "import cupy as cp" imports NumPy, which is all that is changed,
+and nothing is captured in a CUDA graph.
 """
 
 import contextlib

@@ -193,11 +193,11 @@ class EmulatedDevice:
         return self.memory.map(x) if x is not None and x.size else 0
 
     def empty(self, shape, dtype):
-        """Allocate an array full of 0xff bytes, which are NaN in every float type; its address is one of a device's."""
+        """Allocate an array full of 0xff bytes, which are NaN in every float type, at a multiple of 256 bytes."""
         dtype = np.dtype(dtype)
         size = math.prod(shape) * dtype.itemsize
         buffer = np.full(size + 16, 0xFF, np.uint8)
-        start = -buffer.ctypes.data % 16  # of the address, what the memory keeps
+        start = -buffer.ctypes.data % 16  # the memory maps a buffer to a multiple of 512 and its address modulo 16
         return buffer[start : start + size].view(dtype).reshape(shape)
 
     def zero(self):
