@@ -213,7 +213,7 @@ def _takes_adapters(problem, config) -> bool:
 def plan(device, operands: dict, M: int, N: int, K: int, extents: tuple, activation: int, in_order: bool):
     """Prepare a product that `_gemm_sm90.supports` accepts, on x sorted or, `in_order`, as it is.
 
-    The configuration is that of `gemm` for x as it comes: rows without an adapter get the same bits.
+    The configuration adds up K as that of `gemm` for x as it comes does: rows without an adapter get the same bits.
     """
     problem = _gemm_sm90.describe_problem(operands, M, N, K, extents, activation)
     config = _configure(problem, device)

@@ -28,7 +28,8 @@ def _attention(
     return Attention(function, checked(function, options), varlen)
 
 
-def _run(operands: tuple, seed, offset, function: str, options: tuple, window, varlen: Layout | None = None):
+def _run(operands: tuple, seed, offset, function: str, options: tuple, varlen: Layout | None = None):
+    window = options[2]
     try:
         attention = _attention(function, varlen, *options, *window, *(varlen or ()))
     except TypeError:  # what cannot be hashed; if it is not wrong either, it runs without the cache
@@ -134,7 +135,7 @@ def flash_attention(
     """
     options = causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p
     operands = (q, k, v, out, None, alibi_slopes, bias, None, None, scale_q, scale_k, scale_v)
-    return _run(operands, dropout_seed, dropout_offset, "flash_attention", options, window)
+    return _run(operands, dropout_seed, dropout_offset, "flash_attention", options)
 
 
 def flash_attention_varlen(
@@ -197,7 +198,7 @@ def flash_attention_varlen(
     options = causal, softmax_scale, window, softcap, num_splits, return_lse, dropout_p
     operands = (q, k, v, out, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k, scale_q, scale_k, scale_v)
     layout = Layout(max_seqlen_q, max_seqlen_k)
-    return _run(operands, dropout_seed, dropout_offset, "flash_attention_varlen", options, window, layout)
+    return _run(operands, dropout_seed, dropout_offset, "flash_attention_varlen", options, layout)
 
 
 def flash_attention_backward(

@@ -154,16 +154,12 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
         else:
             self._sliced = SlicedLoRA(function, c, a, b, self.scaling, slices, bias, activation)
             self.slices = self._sliced.slices
-            self.a, self.b = self._copies(take_factors(function, self.c, a, b, self.slices))
+            pairs = take_factors(function, self.c, a, b, self.slices)
+            with arrays.device_of(function, c=self.c).current():
+                self._pairs = [pair and tuple(x.copy() for x in pair) for pair in pairs]
         check_columns(function, self.c, activation)
         if self.bias is not None:
             check_bias(function, self.bias, self._product.types.of_addends(self.c.dtype.name), self.c.shape[1])
-
-    def _copies(self, pairs: list) -> tuple[tuple, tuple]:
-        """Copy a and b of each slice, which a merge is to find as the calls do."""
-        with arrays.device_of("FusedLoRA", c=self.c).current():
-            copies = [(None, None) if pair is None else tuple(x.copy() for x in pair) for pair in pairs]
-        return tuple(a for a, _ in copies), tuple(b for _, b in copies)
 
     @property
     def scaling(self) -> float:
@@ -214,7 +210,7 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
     def unmerge(self) -> MergeError:
         """Take ``scaling * a @ b`` out of c again; c is then the base weight but for two roundings.
 
-        a and b must be as they were at the merge.
+        a and b must be as they were at the merge, if they are not copied.
 
         Returns
         -------
@@ -229,10 +225,7 @@ class FusedLoRA(NotCopied, instead="Make a new one of c, a and b."):
         if self.merged is (sign > 0):
             got = "a merged one" if self.merged else "the base weight"
             checks.fail(ValueError, function, "c", f"be {'the base weight' if sign > 0 else 'a merged one'}", got)
-        if self._sliced is None:
-            pairs = [(self.a, self.b)]
-        else:
-            pairs = take_factors(function, self.c, self.a, self.b, self.slices)
+        pairs = [(self.a, self.b)] if self._sliced is None else self._pairs
         error = merge_into(function, self.c, pairs, self.slices, sign * self.scaling, self._begin_writing)
         self.merged = sign > 0
         return error

@@ -32,7 +32,8 @@ from rawops.testing.tolerances import assert_close
 TILES = [
     (64, 128, 1, False, "C"),
     (64, 64, 2, False, "F"),
-    (128, 192, 1, False, "F"),
+    (128, 176, 1, False, "F"),
+    (128, 192, 1, False, "C"),
     (128, 64, 2, False, "C"),
     (128, 144, 1, True, "F"),
 ]
@@ -50,7 +51,8 @@ def test_hopper_tiles(hopper, force, rng, block_m, block_n, cluster, in_turn, or
     indices = rng.integers(-1, 4, M).astype(np.int32)
     out = hopper.guarded((M, N), np.float16)
     op(hopper.put(x), hopper.put(indices), out=out)
-    assert ran_on_hopper(hopper, "lora_multi_sm90")
+    entry = "lora_multi_sm90" if cluster == 1 else "lora_multi_sm90_cluster"
+    assert ran_on_hopper(hopper, f"{entry}<__half, __half, {block_m}, {block_n}, ")  # what was forced
     same(hopper, out, reference(x, c, adapters, indices))
 
 
@@ -247,8 +249,8 @@ def test_any_order_of_completion(force, rng, cluster, in_turn):
     [
         (4096, 28672, 176, True),  # as of gemm
         (2200, 28672, 176, True),  # gemm has 128 columns in turn, multiplied before the other half has ended
-        (4096, 4096, 176, True),  # gemm has 256 columns, which leave the ranks no registers
-        (2200, 4096, 144, True),
+        (4096, 4096, 176, True),  # likewise
+        (2200, 4096, 144, True),  # gemm has 192 columns in turn, which leave the ranks no registers
         (1024, 4096, 128, False),  # gemm has 256 columns in one wave; two of 128 are shorter than two of 176
     ],
 )
@@ -263,7 +265,7 @@ def test_which_tiles(M, N, block_n, in_turn):
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("b_k_major", [True, False])
 def test_any_size_has_a_tile(b_k_major, parts):
-    """Whatever gemm takes, of the same slices of K."""
+    """Whatever gemm takes, of the same slices of K, which alone change bits."""
     device = SimpleNamespace(sm_count=132, max_shared_bytes=232448)
     for M in (1, 64, 65, 128, 129, 300, 1000, 5000):
         for N in (8, 200, 1000, 4096, 30000):

@@ -50,21 +50,6 @@ template <class T, int kScore> struct RowScore {
     }
 };
 
-// r[j] of lane t of each quad becomes r[t] of lane j.
-__device__ inline void transpose_quad(uint32_t (&r)[4], int lane) {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-        const bool upper = lane & step;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & step) continue;
-            const uint32_t other = __shfl_xor_sync(~0u, upper ? r[i] : r[i | step], step);
-            if (upper) r[i] = other;
-            else r[i | step] = other;
-        }
-    }
-}
-
 // The sign bits of the halves that are infinite or NaN.
 template <class T> __device__ inline uint32_t nonfinite_halves(uint32_t pair) {
     constexpr uint32_t kUnit = is_same<T, __half> ? 0x04000400 : 0x00800080;  // the exponent's last bit

@@ -36,8 +36,8 @@ __device__ inline void add_ranks_one_by_one(float (&acc)[COUNT], const float* y,
 }
 
 // What a consumer adds to 64 of its rows: pass by pass, each with sixteen ranks of a slice, and in a pass adapter by
-// adapter. All threads fetch b of an adapter, 32 bytes a column, to one of the BUFFERS places where the staging tile is
-// later. There wgmma reads it, with zeros for y of the rows that have another one. Registers are scarce beside the sums
+// adapter. All threads fetch b of an adapter, 32 bytes a column, to one of the BUFFERS places in the consumer's memory.
+// There wgmma reads it, with zeros for y of the rows that have another one. Registers are scarce beside the sums
 // of all rows and time is not: what can be read again is not kept.
 template <class Tile, int BUFFERS> class AdaptersOfRows {
     using T = typename Tile::T;
@@ -240,7 +240,7 @@ private:
             }
             if constexpr (REST == 2) {
                 uint32_t words[2] = {pair(BLOCKS - 2), pair(BLOCKS - 1)};
-                transpose_pair(words, t);
+                trade(words[0], words[1], t, 1);
                 const int col = work.n + (BLOCKS - 2 + t % 2) * 8 + t / 2 * 4;
                 if (exists && col < shape.cols) *reinterpret_cast<uint2*>(d + col) = make_uint2(words[0], words[1]);
             }

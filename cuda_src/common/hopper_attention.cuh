@@ -140,11 +140,11 @@ private:
                 softmax.sum[0] += total[0], softmax.sum[1] += total[1];
             } else {
                 float correction[2];
-                for (int half = 0; half < 2; ++half) shift[half] = Softmax::lag_after(total[half]);
+                const float lag[2] = {Softmax::lag_after(total[0]), Softmax::lag_after(total[1])};
                 multiply_keys(s);
                 wgmma_wait<0>();
                 hold(s);
-                if (softmax.add(s, scale, correction, shift)) rescale(o, correction);
+                if (softmax.add(s, scale, correction, lag)) rescale(o, correction);
                 if constexpr (Tile::kBytes) AttentionAtom<T>::narrow(p, s);
                 shift[0] = softmax.shift(0), shift[1] = softmax.shift(1);
             }

@@ -2,6 +2,7 @@
 // of rows l / 4 (elements 4 * j, 4 * j + 1) and l / 4 + 8 (the two after).
 #pragma once
 #include "attention_score.cuh"
+#include "mma.cuh"
 #include "wgmma.cuh"
 
 namespace rawops {

@@ -10,25 +10,21 @@
 
 namespace rawops {
 
-// Transposes 2 x 2 registers of two neighbouring lanes, t and t + 1 for an even t.
-template <class V> __device__ inline void transpose_pair(V (&values)[2], int t, int distance = 1) {
-    const bool is_high = (t & distance) != 0;
-    const V received = __shfl_xor_sync(~0u, is_high ? values[0] : values[1], distance);
-    if (is_high) values[0] = received;
-    else values[1] = received;
+// The upper one of two lanes that are `step` apart gives its `low` for the other's `high`.
+template <class V> __device__ inline void trade(V& low, V& high, int lane, int step) {
+    const bool upper = lane & step;
+    const V other = __shfl_xor_sync(~0u, upper ? low : high, step);
+    if (upper) low = other;
+    else high = other;
 }
 
-// Transposes 4 x 4 registers of four neighbouring lanes: register j of lane t becomes register t of lane j. So what
-// they have of four accumulators' columns becomes all columns of one.
-template <class V> __device__ inline void transpose_quad(V (&values)[4], int t) {
+// r[j] of lane t of each quad becomes r[t] of lane j: what they have of four accumulators' columns, all of one.
+template <class V> __device__ inline void transpose_quad(V (&r)[4], int lane) {
 #pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
+    for (int step = 1; step <= 2; step *= 2) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            if ((j & bit) != 0) continue;
-            V pair[2] = {values[j], values[j + bit]};
-            transpose_pair(pair, t, bit);
-            values[j] = pair[0], values[j + bit] = pair[1];
+        for (int i = 0; i < 4; ++i) {
+            if ((i & step) == 0) trade(r[i], r[i | step], lane, step);
         }
     }
 }
