@@ -1,4 +1,4 @@
-"""The examples of the README and of the pages on GEMM, LoRA, attention and the paged cache run as they stand.
+"""The examples of the README and of the pages, except that on the emulator, run as they stand.
 
 On the GPU, or in the emulator on NumPy arrays: there "import cupy as cp" imports NumPy, which is all that is changed,
 and nothing is captured in a CUDA graph.
@@ -11,6 +11,8 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from scipy import sparse
+from scipy.sparse import linalg
 
 import rawops
 from rawops.testing import references
@@ -170,3 +172,69 @@ def test_paged_kv(device):
     if not device.is_emulated:
         device.xp.cuda.Device().synchronize()
         near(device, names["out"], device.get(names["cache"].decode(names["q1"], names["sequences"])).astype(float))
+
+
+def test_sparse(device):
+    (block,) = blocks_of("docs/sparse.md")
+    names = run(device, block)
+    data, indices, indptr, x = (device.get(names[name]) for name in ("data", "indices", "indptr", "x"))
+    a = sparse.csr_array((data, indices, indptr), names["A"].shape).toarray()
+    for found, want in ((names["y"], 2 * a @ x), (names["g"], a.T @ (a @ x))):
+        np.testing.assert_allclose(device.get(found), want, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(names["A"].to_scipy().toarray(), a / 2, rtol=1e-15)  # of the new values
+
+
+def test_spmm(device, capsys):
+    (block,) = blocks_of("docs/spmm.md")
+    names = run(device, block)
+    assert f"print(B)  # {capsys.readouterr().out}" in block
+    X, data = hosts(device, names, "X", "data")
+    a = names["A"].to_scipy().toarray().astype(float)
+    assert a.any()
+    near(device, names["Y"], 2 * a @ X)
+    near(device, names["Z"], a @ X)
+    parts = (data, device.get(names["indices"]), device.get(names["indptr"]))
+    near(device, names["W"], sparse.bsr_array(parts, names["C"].shape) @ X)
+
+
+def test_lsmr(device):
+    names = run(device, *blocks_of("docs/lsmr.md"))
+    a, result, many = names["matrix"].toarray(), names["result"], names["many"]
+    b, B = hosts(device, names, "b", "B")
+    want = np.linalg.lstsq(a, b, rcond=None)[0]
+    np.testing.assert_allclose(device.get(names["x"]), want, rtol=1e-6, atol=1e-7)
+    scipys = linalg.lsmr(a, b, atol=1e-8, btol=1e-8)
+    assert names["istop"] == scipys[1] == 2
+    assert abs(names["itn"] - scipys[2]) <= 1
+    for name, norm in (("normr", np.linalg.norm(b - a @ want)), ("normx", np.linalg.norm(want))):
+        np.testing.assert_allclose(names[name], norm, rtol=1e-6)
+
+    damped = np.concatenate([a, 0.1 * np.eye(20)])
+    for found, right in ((result, b), (many, B)):
+        padded = np.concatenate([right, np.zeros((20, *right.shape[1:]))])
+        want = np.linalg.lstsq(damped, padded, rcond=None)[0]
+        np.testing.assert_allclose(device.get(found.x), want, rtol=1e-4, atol=1e-5)
+        assert (found.istop == np.full(right.shape[1:], 2)).all()
+    assert len(result.history["normr"]) == result.itn
+    assert not result.status.is_false
+
+
+def test_rowwise(device):
+    (block,) = blocks_of("docs/rowwise.md")
+    given = run(device, block.partition("y = ")[0])  # as they are before r, q and k are written to
+    x, r, weight, bias, scores, gate_up, qkv = hosts(
+        device, given, "x", "r", "weight", "bias", "scores", "gate_up", "qkv"
+    )
+    names = run(device, block)
+    near(device, names["r"], x + r)
+    near(device, names["y"], (x + r) / np.sqrt(((x + r) ** 2).mean(-1, keepdims=True)) * weight)
+    near(device, names["z"], (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True) * weight + bias)
+    powers = np.exp(scores)
+    near(device, names["p"], powers / powers.sum(-1, keepdims=True), 1e-4)
+    near(device, names["h"], references.swiglu(gate_up))
+    near(device, names["s"], x.sum(-1), 1e-4)
+    assert names["s"].dtype == np.float32
+    angles = np.arange(6)[:, None, None] * 10000.0 ** (-np.arange(32) / 32)
+    turned = (qkv[:, :6, :32] + 1j * qkv[:, :6, 32:]) * np.exp(1j * angles)
+    near(device, names["qkv"], np.concatenate([np.concatenate([turned.real, turned.imag], -1), qkv[:, 6:]], 1), 1e-2)
+    assert device.xp.shares_memory(names["k"], names["qkv"])
