@@ -116,13 +116,6 @@ def _overlaps(operands: tuple) -> tuple:
     return tuple((i, *arrays.distances(span, arrays.span(x))) for i, x in others)
 
 
-def _meets(device, out, others) -> bool:
-    """Tell whether an array that a call is to write shares memory with one of the others."""
-    place, span = device.pointer(out), arrays.span(out)
-    found = ((device.pointer(x) - place, arrays.distances(span, arrays.span(x))) for x in others)
-    return any(low < distance < high for distance, (low, high) in found)
-
-
 ROLES = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "cu_seqlens_q", "cu_seqlens_k")
 ROLES += ("scale_q", "scale_k", "scale_v")
 _OUT, _LSE, _SCALES = (ROLES.index(role) for role in ("out", "lse", "scale_q"))
@@ -213,10 +206,11 @@ class Attention:
         drawn = {} if dropout is None else dropout.arrays
         if drawn and lse is not None:
             check_apart_once(self.function, launch.device, {"lse": lse, **drawn}, ("lse",))
+        is_drawn_from = out is not None and drawn and any(arrays.overlap(out, x) for x in drawn.values())
         if out is None:
             out = launch.device.empty(launch.out_shape, launch.out_dtype)
             addresses[_OUT] = launch.device.pointer(out)
-        elif launch.aside or launch.collides(addresses) or (drawn and _meets(launch.device, out, drawn.values())):
+        elif launch.aside or launch.collides(addresses) or is_drawn_from:
             # A dense result aside has strides of its own, so a launch of its own.
             aside = launch.device.empty(launch.out_shape, launch.out_dtype)
             made = self((*operands[:_OUT], aside, *operands[_OUT + 1 :]), dropout)

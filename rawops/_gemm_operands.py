@@ -136,14 +136,6 @@ def split_count(function: str, split_k) -> int:
     return checks.int_range(function, "split_k", split_k, 1, 1024)
 
 
-def check_dtype(function: str, argument: str, dtype, allowed, where: str = "") -> str:
-    """Return the name of a dtype, which must be one of `allowed`."""
-    name = dtypes.shown(dtype)
-    if name not in allowed:
-        checks.fail(TypeError, function, argument, f"be {' or '.join(allowed)}{where}", name)
-    return name
-
-
 def check_bias(function: str, x, allowed: tuple[str, ...], N: int, groups: int | None = None) -> None:
     """Check a bias (N,); with `groups`, it may be (groups, N)."""
     checks.dtype(function, "bias", x, allowed)
@@ -169,7 +161,8 @@ def check_precision(function: str, precision: str | None, dtype: str) -> None:
 
 
 def _check_result(function: str, argument: str, wanted, dtype: str, types: Types) -> str:
-    return check_dtype(function, argument, wanted, types.of_result(dtype), f" for {dtype} inputs")
+    name = dtypes.shown(wanted)
+    return checks.named_dtype(function, argument, name, types.of_result(dtype), f" for {dtype} inputs")
 
 
 # --- checks of a call -----------------------------------------------------------------------------------------------

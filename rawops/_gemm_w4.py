@@ -25,7 +25,6 @@ from rawops._gemm_operands import (
     Request,
     Sizes,
     check,
-    check_dtype,
     pack_shape,
 )
 from rawops._gemm_steps import SplitK, pack_call
@@ -214,7 +213,7 @@ class WeightProduct(Product):
         self.roles = (*ROLES, "scale_b", "zero_b") if has_zeros else (*ROLES, "scale_b")
         self.b_dtype = checks.choice(function, "b_dtype", b_dtype, FORMATS)
         if options.sizes is not None:
-            check_dtype(function, "dtype", options.sizes[-1], _DTYPES, " with b_dtype")
+            checks.named_dtype(function, "dtype", dtypes.shown(options.sizes[-1]), _DTYPES, " with b_dtype")
 
     def check_plan(self, scale, zero=None) -> None:
         """Check what a plan has, beside its options, that no call changes."""

@@ -64,8 +64,8 @@ class LinearOperator:
     def _multiply(self, transposed: bool, argument: str, x, alpha, beta, out):
         name, (rows, cols) = ("rmatvec", self.shape[::-1]) if transposed else ("matvec", self.shape)
         function = f"LinearOperator.{name}"
-        device, _ = given.taken(function, **{argument: x})
-        x, out, give = given.operands(function, device, x, out, (cols,), argument)
+        x, out, give = given.operands(function, None, x, out, (cols,), argument)
+        device = arrays.device_of(function, **{argument: x})
         dtype = given.promoted(function, argument, _floating(self.dtype), x.dtype)
         with device.current():
             alpha, beta = (given.factor(function, device, *f, dtype) for f in (("alpha", alpha), ("beta", beta)))
@@ -83,9 +83,9 @@ class LinearOperator:
                 total.fill(0)
             total = total.astype(dtype, copy=False)
             if out is None:
-                return give(total.copy() if given.overlap(total, x) else total)
+                return give(total.copy() if arrays.overlap(total, x) else total)
             if total is not out:
-                out[...] = total.copy() if given.overlap(total, out) else total
+                out[...] = total.copy() if arrays.overlap(total, out) else total
             return give(out)
 
 

@@ -295,10 +295,7 @@ def _prepare_sum(function: str, operands: tuple, addresses: list, options: tuple
     dtype = check_input(function, "x", x)
     allowed = (dtype,) if dtype == "float64" else (dtype, "float32")
     if options[0] is not None:
-        if options[0] not in allowed:
-            rule = f"be {' or '.join(allowed)} for {dtype} inputs"
-            checks.fail(TypeError, function, "out_dtype", rule, options[0])
-        allowed = (options[0],)
+        allowed = (checks.named_dtype(function, "out_dtype", options[0], allowed, f" for {dtype} inputs"),)
     result = result_of(function, "out", out, x.shape[:-1], *allowed)
     target = result or out
     apart = keep_apart(operands, 1, (0,))

@@ -8,7 +8,7 @@ import numpy as np
 
 from rawops import _sparse_formats as formats
 from rawops import _sparse_operands as given
-from rawops._runtime import checks, dtypes
+from rawops._runtime import arrays, checks, dtypes
 from rawops._runtime.copies import NotCopied
 from rawops._runtime.device import on_own_device
 from rawops._sparse_tiles import BLOCKS, Blocks, OnCudaCores, OnTensorCores, aligned
@@ -207,7 +207,7 @@ class BSRMatrix(NotCopied, instead="Make a new one by to_bsr() of a SparseMatrix
         *factors, _kept = given.scalars(function, device, dtype, alpha, beta, out)
         target = given.target(function, device, out, (self.shape[0], x.shape[1]), dtype, factors[1])
         if target.size:
-            aside = target if out is None or not given.overlap(out, x) else target.copy()
+            aside = target if out is None or not arrays.overlap(out, x) else target.copy()
             is_16_bit = self.dtype == dtype and dtypes.name(dtype) in ("float16", "bfloat16")
             on = self._on_tensor_cores if (is_16_bit or precision) and self.blocks else self._exact
             for piece in given.pieces(aligned(device, x.astype(dtype, copy=False)), aside):

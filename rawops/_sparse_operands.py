@@ -15,10 +15,12 @@ ZERO = (0.0, 0.0, 0)  # a factor as the kernels take it: real, imaginary, addres
 
 
 def operands(function: str, device, x, out, shape: tuple, name: str = "x") -> tuple:
-    """Return x, of a shape in which None is any, and out as device arrays, and what gives the result back."""
+    """Return x, of a shape in which None is any, and out as arrays of a device, and what gives the result back."""
     checks.arrays_given(function, **{name: x})
     (x, out), give = arrays.take(function, **{name: x, "out": out})
-    on_device(function, device, arrays.device_of(function, **{name: x, "out": out}), name)
+    found = arrays.device_of(function, **{name: x, "out": out})
+    if device is not None:  # None: of any
+        on_device(function, device, found, name)
     if x.ndim != len(shape) or x.shape[0] != shape[0]:
         wanted = f"({shape[0]},)" if len(shape) == 1 else f"({shape[0]}, any)"
         checks.fail(ValueError, function, name, f"have shape {wanted}", f"shape {tuple(x.shape)}")
@@ -51,7 +53,7 @@ def _scalar(function: str, device, name: str, value, dtype, out, kept: list) -> 
     if type(value) is float:  # as most are
         return value, 0.0, 0
     value = factor(function, device, name, value, dtype)
-    if out is not None and not isinstance(value, complex) and overlap(value, out):
+    if out is not None and not isinstance(value, complex) and arrays.overlap(value, out):
         value = value.copy()
         kept.append(value)
     return packed(value, device.pointer)
@@ -118,11 +120,6 @@ def pieces(x, y) -> Iterator[tuple]:
     for begin in range(0, y.shape[1], MOST_COLUMNS):
         columns = slice(begin, begin + MOST_COLUMNS)
         yield x[:, columns], y[:, columns]
-
-
-def overlap(a, b) -> bool:
-    """Tell whether two arrays may share memory."""
-    return formats.module_of(a).may_share_memory(a, b)
 
 
 def are_apart(known: tuple, sizes: tuple | None) -> bool:

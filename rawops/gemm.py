@@ -8,7 +8,7 @@ from rawops._gemm_8bit import ALL_DTYPES, ScaleArguments, ScaledProduct
 from rawops._gemm_8bit import DTYPES as BYTE_DTYPES
 from rawops._gemm_call import ZERO, Product, scalar, scalars
 from rawops._gemm_grouped import GroupedProduct
-from rawops._gemm_operands import MAX_SIZE, Options, Types, check_addend, check_bias, check_dtype, split_count
+from rawops._gemm_operands import MAX_SIZE, Options, Types, check_addend, check_bias, split_count
 from rawops._gemm_tune import tune
 from rawops._gemm_w4 import FORMATS, WeightProduct
 from rawops._runtime import arrays, checks, dtypes
@@ -286,7 +286,7 @@ class Gemm(ByArguments):
         deterministic: bool = False,
     ) -> None:
         sizes = (checks.int_range("Gemm", n, v, 0, MAX_SIZE) for n, v in (("M", M), ("N", N), ("K", K)))
-        plan = (*sizes, check_dtype("Gemm", "dtype", dtype, ALL_DTYPES))
+        plan = (*sizes, checks.named_dtype("Gemm", "dtype", dtypes.shown(dtype), ALL_DTYPES))
         checks.flag("Gemm", "deterministic", deterministic)
         options = Options(activation, out_dtype, precision, split_k, plan)
         kind, self._further, self._scales = (), (), None

@@ -348,7 +348,7 @@ class SparseMatrix(NotCopied, instead="Copy or pickle to_scipy(), and make a new
         result_dtype = given.promoted(function, "x", self.dtype, x.dtype)
         *factors, _kept = given.scalars(function, self._store.device, result_dtype, alpha, beta, out)
         target = given.target(function, self._store.device, out, (self.shape[0], x.shape[1]), result_dtype, factors[1])
-        aside = target if out is None or not given.overlap(out, x) else target.copy()
+        aside = target if out is None or not arrays.overlap(out, x) else target.copy()
         x = x.astype(result_dtype, copy=False)
         dense = self._store.dense.get(self._transposed)
         if dense is not None:
@@ -388,7 +388,7 @@ class SparseMatrix(NotCopied, instead="Copy or pickle to_scipy(), and make a new
         target = given.target(function, self._store.device, out, (rows,), result_dtype, factors[1])
         xp = formats.module_of(x)
         aside = target
-        if not target.flags.c_contiguous or (out is not None and given.overlap(out, x)):
+        if not target.flags.c_contiguous or (out is not None and arrays.overlap(out, x)):
             aside = xp.ascontiguousarray(target).copy()
         x_taken = xp.ascontiguousarray(x, result_dtype)
         self._run(way, conjugated, x_taken, aside, *factors, None)

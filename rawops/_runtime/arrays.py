@@ -169,6 +169,11 @@ def distances(target: tuple[int, int], x: tuple[int, int]) -> tuple[int, int]:
     return target[0] - x[1], target[1] - x[0]
 
 
+def overlap(a, b) -> bool:
+    """Tell whether two device arrays may share memory: whether their `span`s meet."""
+    return (np if isinstance(a, np.ndarray) else sys.modules["cupy"]).may_share_memory(a, b)
+
+
 def current_device(function: str) -> devices.Device:
     """Return the device of a call without arrays: the active emulator, or CuPy's current GPU."""
     return devices.emulated() or devices.cuda(cupy_or_raise(function).cuda.runtime.getDevice())

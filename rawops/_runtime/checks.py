@@ -24,6 +24,13 @@ def dtype(function: str, argument: str, x, allowed: Sequence[str], hint: str = "
     return name
 
 
+def named_dtype(function: str, argument: str, name: str, allowed: Sequence[str], where: str = "") -> str:
+    """Return the name of a dtype that is asked for, as `dtypes.shown` has it, which must be one of `allowed`."""
+    if name not in allowed:
+        fail(TypeError, function, argument, f"be {' or '.join(allowed)}{where}", name)
+    return name
+
+
 def shape(function: str, argument: str, x, expected: tuple, hint: str = "") -> None:
     """Raise unless array `x` has exactly the shape `expected`."""
     if tuple(x.shape) != tuple(expected):
